@@ -1,0 +1,1 @@
+"""Measurements of training steps: ``python -m benchmarks.NAME``; the last line printed is ``RESULT {json}``."""

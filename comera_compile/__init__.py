@@ -1,0 +1,30 @@
+"""Train ordinary PyTorch models in tensor-train form: ``torch.compile(model, backend="comera")``."""
+
+from comera_compile.backend import Backend
+from comera_compile.errors import (
+    ComeraError,
+    CompileError,
+    OptionError,
+    PlacementError,
+    ShapeError,
+    VersionError,
+    WeightError,
+)
+from comera_compile.tensorize import densify, tensorize
+from comera_compile.version import VERSION as __version__
+from comera_compile.weights.checkpoint import dense_state_dict
+
+__all__ = [
+    "Backend",
+    "ComeraError",
+    "CompileError",
+    "OptionError",
+    "PlacementError",
+    "ShapeError",
+    "VersionError",
+    "WeightError",
+    "__version__",
+    "dense_state_dict",
+    "densify",
+    "tensorize",
+]

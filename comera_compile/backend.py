@@ -1,0 +1,105 @@
+"""The ``comera`` backend of torch.compile.
+
+First call: Dynamo's graph still has dense weights. They are converted in place and Dynamo is asked to trace again; the
+second graph shows marker ops, which the pipeline rewrites into planned contractions and Inductor lowers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from comera_compile import pipeline, torch_private
+from comera_compile.discover import find_dense_parameters
+from comera_compile.errors import ComeraError, OptionError
+from comera_compile.memory_policy import keep_freed_memory
+from comera_compile.options import Options
+from comera_compile.plan_record import record_plans
+from comera_compile.tensorize import convert, summary
+from comera_compile.version import VERSION
+from comera_compile.weights.checkpoint import accept_packed_checkpoints
+
+_log = logging.getLogger("comera_compile")
+
+
+class Backend:
+    """A backend with its options checked at once: ``torch.compile(model, backend=comera.Backend(rank=16))``.
+
+    Args:
+        options: see ``comera_compile.options.Options``.
+
+    Raises:
+        OptionError: unknown option or impossible value.
+        VersionError: torch is too old.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        torch_private.check_version()
+        self.options = Options.parse(options)
+        self.__name__ = "comera"
+
+    def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> torch_private.Compiled:
+        """Compile one graph of Dynamo's."""
+        try:
+            return compile_graph(graph_module, example_inputs, self.options)
+        except ComeraError as error:
+            raise torch_private.as_user_error(error) from error
+
+    def __repr__(self) -> str:
+        """Shows the options, as error messages and logs of torch print it."""
+        return f"comera.Backend({self.options})"
+
+
+def comera_backend(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> torch_private.Compiled:
+    """What the entry point ``comera`` names: ``torch.compile(model, backend="comera", options={...})``."""
+    try:
+        if mode is not None:
+            raise OptionError(f"mode={mode!r} is not known; use options={{'cudagraphs': True, 'inner_options': {{...}}}}")
+        backend = Backend(**(options or {}))
+    except ComeraError as error:
+        raise torch_private.as_user_error(error) from error
+    return backend(graph_module, example_inputs)
+
+
+def compile_graph(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], options: Options
+) -> torch_private.Compiled:
+    """Convert what is still dense (and trace again), else rewrite and lower.
+
+    Raises:
+        Retrace: weights were converted; Dynamo traces the frame again.
+        ComeraError: options, weights or their placement do not allow it; nothing has been changed.
+    """
+    found = find_dense_parameters(graph_module)
+    if found:
+        decisions = convert(found, options, torch_private.traced_modules())
+        if decisions:
+            _log.warning(summary(decisions)) if not any(d.shape for d in decisions) else _log.info(summary(decisions))
+        if any(d.shape is not None for d in decisions):
+            raise torch_private.Retrace(restart_reason="comera: weights became tensor trains")
+    pipeline.run(graph_module, lambda name, graph: record_plans(graph) if name == "plan_contractions" else None)
+    if options.keep_memory:
+        keep_freed_memory()
+    return torch_private.compile_inner(options.inner, graph_module, example_inputs, _patches(options))
+
+
+def _patches(options: Options) -> dict[str, Any]:
+    """Inductor config for this compilation."""
+    patches: dict[str, Any] = torch_private.cacheable(pipeline.graph_functions(), VERSION)
+    if options.cudagraphs:
+        patches["triton.cudagraphs"] = True
+    return patches | dict(options.inner_options)
+
+
+# torch imports this module when torch.compile looks the backend up, before the first call: from then on packed
+# checkpoints must load into models that are still dense.
+accept_packed_checkpoints()

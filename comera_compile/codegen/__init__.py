@@ -1,0 +1,1 @@
+"""How a planned contraction runs."""

@@ -1,0 +1,116 @@
+"""Last pass: planned uses become calls of the functions that run them; markers left over rebuild the dense matrix."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import fx
+
+from comera_compile.codegen.lookup import ttm_lookup
+from comera_compile.codegen.run_plan import apply_operands, merge_cores
+from comera_compile.planning.linear_plan import LinearPlan
+from comera_compile.planning.uses import PLAN, USE
+from comera_compile.tt.marker import MARKERS, decode
+from comera_compile.tt.packing import to_dense
+
+
+def rebuild_dense(packed: torch.Tensor, layout: str) -> torch.Tensor:
+    """The dense matrix as plain steps, which Inductor can see into (the marker op is opaque to it)."""
+    return to_dense(packed, decode(layout))
+
+
+# Functions that a lowered graph calls: what AOTAutograd's disk cache has to know (see torch_private.cacheable).
+GRAPH_FUNCTIONS = (merge_cores, apply_operands, rebuild_dense)
+
+
+def lower_plans(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Replace every planned node in the graph and in the bodies of its higher-order ops."""
+    for module in graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            _lower(module)
+    return graph_module
+
+
+def _lower(module: fx.GraphModule) -> None:
+    graph = module.graph
+    planned = [n for n in graph.nodes if PLAN in n.meta]
+    linears = [n for n in planned if isinstance(n.meta[PLAN], LinearPlan)]
+    operands = _merge_all(graph, linears)
+    replaced: dict[fx.Node, fx.Node] = {}
+    for node in planned:
+        use, plan = node.meta[USE], node.meta[PLAN]
+        x = replaced.get(use.x, use.x)  # the input may itself have been a planned use
+        with graph.inserting_before(node):
+            if isinstance(plan, LinearPlan):
+                arguments = (plan.encode(), x, use.bias, *operands[_merge_key(node)])
+                new = graph.call_function(apply_operands, arguments)
+            else:
+                new = graph.call_function(ttm_lookup._opoverload, (use.packed, x, use.layout))
+        replaced[node] = new
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+    for marker in [n for n in graph.nodes if n.op == "call_function" and n.target in MARKERS]:
+        with graph.inserting_before(marker):
+            dense = graph.call_function(rebuild_dense, marker.args)
+        dense.meta = dict(marker.meta)
+        marker.replace_all_uses_with(dense)
+        graph.erase_node(marker)
+    graph.lint()
+    module.recompile()
+
+
+def _merge_key(node: fx.Node) -> tuple[Any, ...]:
+    """Uses of one weight under one plan share its merged operands."""
+    return node.meta[USE].packed, node.meta[USE].layout, node.meta[PLAN]
+
+
+def _merge_all(graph: fx.Graph, linears: list[fx.Node]) -> dict[tuple[Any, ...], list[fx.Node]]:
+    """Merge nodes, one for all weights of equal plan, dtype and device; returns the operands of each use."""
+    groups: dict[tuple[Any, ...], dict[tuple[Any, ...], None]] = defaultdict(dict)
+    for node in linears:
+        packed, _, plan = key = _merge_key(node)
+        value = packed.meta["example_value"]
+        # A rebuilt W is as large as the dense weight: one at a time, where it is needed.
+        alone = node if plan.dense else None
+        groups[plan, value.dtype, value.device, value.requires_grad, alone][key] = None
+    operands: dict[tuple[Any, ...], list[fx.Node]] = {}
+    order = {n: k for k, n in enumerate(graph.nodes)}
+    for (plan, _, _, _, alone), keys in groups.items():
+        after = max((key[0] for key in keys), key=order.__getitem__)
+        if alone is not None:
+            after = alone.prev
+        operands |= _merge_group(graph, after, plan, list(keys))
+    return operands
+
+
+def _merge_group(
+    graph: fx.Graph, after: fx.Node, plan: LinearPlan, keys: list[tuple[Any, ...]]
+) -> dict[tuple[Any, ...], list[fx.Node]]:
+    """One merge call, unbound over its layers (unbind's gradient is one stack; indexing's would be a sum of zeros)."""
+    scales = tuple(decode(layout).scale for _, layout, _ in keys)
+    with graph.inserting_after(_last_placeholder(graph, after)):
+        merged = graph.call_function(merge_cores, (plan.encode(), scales, *(packed for packed, _, _ in keys)))
+    result: dict[tuple[Any, ...], list[fx.Node]] = {key: [] for key in keys}
+    previous = merged
+    for position in range(len(plan.operands)):
+        with graph.inserting_after(previous):
+            stacked = graph.call_function(operator.getitem, (merged, position))
+        with graph.inserting_after(stacked):
+            previous = layers = graph.call_function(torch.unbind, (stacked,))
+        for k, key in enumerate(keys):
+            with graph.inserting_after(previous):
+                previous = graph.call_function(operator.getitem, (layers, k))
+            result[key].append(previous)
+    return result
+
+
+def _last_placeholder(graph: fx.Graph, after: fx.Node) -> fx.Node:
+    """Nodes must not be put between placeholders."""
+    while after.op == "placeholder" and after.next.op == "placeholder":
+        after = after.next
+    return after

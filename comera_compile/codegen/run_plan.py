@@ -1,0 +1,184 @@
+"""Run a linear plan: an autograd.Function that merges cores and one that applies them to the rows.
+
+Both execute the plan's own forward and backward steps. AOTAutograd traces through them, so the compiled graphs hold
+nothing but the planned mm, bmm, view and permute, and each can be planned, inspected and fused by what comes after.
+The merge part runs once for all layers of equal shape and plan (a leading ``l`` axis), since its products are tiny.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from comera_compile.codegen.contract import contract
+from comera_compile.planning.linear_plan import LinearPlan
+from comera_compile.planning.program import Program
+from comera_compile.planning.step import Step, Tensor
+from comera_compile.tt.shape import TTShape
+
+Values = dict[str, torch.Tensor]
+
+
+def merge_cores(plan_text: str, scales: Sequence[float], *packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Operands of one or more layers of equal plan.
+
+    Args:
+        plan_text: ``LinearPlan.encode()``.
+        scales: the stored scale of each layer.
+        packed: packed vector of each layer.
+
+    Returns:
+        The plan's operands, each stacked over the layers: shape ``[layers, *operand]``.
+    """
+    result: tuple[torch.Tensor, ...] = MergeCores.apply(plan_text, tuple(scales), *packed)  # type: ignore[no-untyped-call]
+    return result
+
+
+def apply_operands(
+    plan_text: str, x: torch.Tensor, bias: torch.Tensor | None, *operands: torch.Tensor
+) -> torch.Tensor:
+    """``y`` of a plan for ``x`` of shape ``[..., width]`` and the operands of one layer.
+
+    The bias is added outside the planned steps, where Inductor fuses it with whatever follows.
+    """
+    plan = LinearPlan.decode(plan_text)
+    dtype = _compute_dtype(x, operands)
+    with torch.autocast(x.device.type, enabled=False):
+        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).to(dtype)
+        y: torch.Tensor = ApplyOperands.apply(plan_text, rows, *(o.to(dtype) for o in operands))  # type: ignore[no-untyped-call]
+        if bias is not None:
+            y = y + bias.to(dtype)
+        return y.reshape([*x.shape[:-1], _width(plan)])
+
+
+class MergeCores(torch.autograd.Function):
+    """Cores to operands, stacked over layers."""
+
+    @staticmethod
+    def forward(ctx: Any, plan_text: str, scales: tuple[float, ...], *packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Stack, scale, merge, then flatten, crop and pad whole halves into matrices."""
+        plan = LinearPlan.decode(plan_text)
+        program = plan.merge.with_layer_axis()
+        sizes = {**plan.core_sizes, "l": len(packed)}
+        # Scaling before stacking keeps each layer's scale a constant of one fused copy kernel.
+        stacked = torch.stack([p * s for p, s in zip(packed, scales, strict=True)])
+        parts = torch.split(stacked, plan.shape.core_sizes, dim=1)
+        values = dict(zip(program.input_names, parts, strict=True))
+        _run(program.steps, values, sizes)
+        ctx.plan_text, ctx.scales = plan_text, scales
+        ctx.save_for_backward(*(values[n] for n in program.saved(program.input_names)))
+        pairs = zip(program.outputs, plan.operands, strict=True)
+        return tuple(_finish(values[out.name], out, operand, plan) for out, operand in pairs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        """Gradients of the packed vectors: the adjoint steps, then the inverse of the packing."""
+        plan = LinearPlan.decode(ctx.plan_text)
+        program = plan.merge.with_layer_axis()
+        sizes = {**plan.core_sizes, "l": len(ctx.scales)}
+        values = dict(zip(program.saved(program.input_names), ctx.saved_tensors, strict=True))
+        for grad, out, operand in zip(grads, program.outputs, plan.operands, strict=True):
+            values[f"d{out.name}"] = _unfinish(grad, out, operand, plan)
+        _run(program.backward(program.input_names), values, sizes)
+        layers = len(ctx.scales)
+        flat = torch.cat([values[f"d{n}"].reshape(layers, -1) for n in program.input_names], dim=1)
+        return None, None, *(g * s for g, s in zip(flat.unbind(0), ctx.scales, strict=True))
+
+
+class ApplyOperands(torch.autograd.Function):
+    """Rows and operands to y."""
+
+    @staticmethod
+    def forward(ctx: Any, plan_text: str, x: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
+        """``x``: ``[rows, width]``; returns ``[rows, other width]``."""
+        plan = LinearPlan.decode(plan_text)
+        program = plan.apply
+        values = dict(zip(program.input_names, (x, *operands), strict=True))
+        _run(program.steps, values, {**plan.operand_sizes, "t": x.shape[0]})
+        ctx.plan_text, ctx.rows, ctx.x_shape = plan_text, x.shape[0], x.shape
+        ctx.wanted = _wanted(program, ctx.needs_input_grad[1:])
+        ctx.operand_shapes = [o.shape for o in operands]
+        ctx.save_for_backward(*(values[n] for n in program.saved(ctx.wanted)))
+        return values[program.outputs[0].name].reshape(x.shape[0], _width(plan))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        """Gradients of x and of the operands that want one."""
+        plan = LinearPlan.decode(ctx.plan_text)
+        program = plan.apply
+        values = dict(zip(program.saved(ctx.wanted), ctx.saved_tensors, strict=True))
+        values[f"d{program.outputs[0].name}"] = grads[0]
+        _run(program.backward(ctx.wanted), values, {**plan.operand_sizes, "t": ctx.rows})
+        shapes = dict(zip(program.input_names, (ctx.x_shape, *ctx.operand_shapes), strict=True))
+        return None, *(values[f"d{n}"].reshape(s) if n in ctx.wanted else None for n, s in shapes.items())
+
+
+def _run(steps: Sequence[Step], values: Values, sizes: dict[str, Any]) -> None:
+    """Execute steps in order; every tensor of a plan is read by name, made once."""
+    for step in steps:
+        values[step.out.name] = contract(step, values[step.left.name], values[step.right.name], sizes)
+
+
+def _width(plan: LinearPlan) -> int:
+    return plan.shape.rows if plan.contracts == "cols" else plan.shape.cols
+
+
+def _wanted(program: Program, needs: Sequence[bool]) -> tuple[str, ...]:
+    return tuple(n for n, need in zip(program.input_names, needs, strict=True) if need)
+
+
+def _finish(value: torch.Tensor, merged: Tensor, operand: Tensor, plan: LinearPlan) -> torch.Tensor:
+    """A whole half as a (bond, size) matrix, or W as (rows, cols): modes flattened, cropped, bond padded with zeros."""
+    if len(operand.axes) != 2 or operand.axes == merged.axes[1:]:
+        return value.reshape([value.shape[0], *(plan.core_sizes[a] for a in operand.axes)])
+    value = value.reshape([value.shape[0], *(plan.core_sizes[a] for a in merged.axes[1:])])
+    value = value.permute(_bond_first(merged)).reshape([value.shape[0], *_flat_sizes(merged, operand, plan)])
+    return F.pad(value, _padding(merged, operand, plan)).contiguous()
+
+
+def _unfinish(grad: torch.Tensor, merged: Tensor, operand: Tensor, plan: LinearPlan) -> torch.Tensor:
+    """Adjoint of ``_finish``."""
+    if len(operand.axes) != 2 or operand.axes == merged.axes[1:]:
+        return grad
+    grad = F.pad(grad, [-p for p in _padding(merged, operand, plan)])
+    order = _bond_first(merged)
+    grad = grad.reshape([grad.shape[0], *(plan.core_sizes[merged.axes[k]] for k in order[1:])])
+    return grad.permute([order.index(k) for k in range(len(order))])
+
+
+def _bond_first(merged: Tensor) -> list[int]:
+    """Order of the axes of a merged half with the bond ahead of its modes; W has no bond and stays."""
+    rest = [k for k, a in enumerate(merged.axes) if k and a != "r"]
+    return [0, *(k for k, a in enumerate(merged.axes) if a == "r"), *rest]
+
+
+def _flat_sizes(merged: Tensor, operand: Tensor, plan: LinearPlan) -> list[int]:
+    """Sizes of the matrix before cropping and padding."""
+    first = {"r": ("r",), "m": ("m",)}[operand.axes[0][0]]
+    sizes = plan.core_sizes
+    return [
+        math.prod(sizes[a] for a in merged.axes[1:] if a[0] in first),
+        math.prod(sizes[a] for a in merged.axes[1:] if a[0] not in first),
+    ]
+
+
+def _padding(merged: Tensor, operand: Tensor, plan: LinearPlan) -> list[int]:
+    """Arguments of ``F.pad``, last axis first: negative where modes stand for more than the dense weight has."""
+    have = _flat_sizes(merged, operand, plan)
+    want = [plan.operand_sizes[a] for a in operand.axes]
+    return [0, want[1] - have[1], 0, want[0] - have[0]]
+
+
+def _compute_dtype(x: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.dtype:
+    """The dtype `F.linear` would compute in: autocast's if it is on; otherwise all must agree, as in eager."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    wrong = [o.dtype for o in operands if o.dtype != x.dtype]
+    if wrong:
+        raise RuntimeError(f"expected input and weight to have the same dtype, got {x.dtype} and {wrong[0]}")
+    return x.dtype
+

@@ -1,0 +1,1 @@
+"""How a traced graph is rewritten: one pass a file."""

@@ -1,0 +1,116 @@
+"""Pass 1: find marker ops and tag every node that uses one in a way for which there are planned contractions.
+
+Known uses: linear, matmul/mm/addmm with the weight or its transpose as second factor, embedding. Any other use keeps the
+marker, which rebuilds the dense matrix: right, only slower, and counted in the report.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from comera_compile.errors import CompileError
+from comera_compile.passes.graph_nodes import argument, graph_modules
+from comera_compile.planning.linear_plan import Side
+from comera_compile.planning.uses import USE, TTUse
+from comera_compile.tt.marker import MARKERS, decode
+
+_LINEAR = (F.linear, torch._C._nn.linear)
+_MATMUL: tuple[Any, ...] = (torch.matmul, torch.mm, operator.matmul)
+_TRANSPOSES: dict[Any, tuple[Any, ...]] = {
+    "t": (), "transpose": (0, 1), "permute": (1, 0), "numpy_T": (), "swapaxes": (0, 1), "adjoint": (),
+}
+
+
+def find_tt_weights(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Tag known uses (``node.meta["comera_use"]``) in the graph and in the bodies of its higher-order ops.
+
+    Raises:
+        CompileError: the graph writes in place to the dense matrix of a packed weight; the write would be lost.
+    """
+    for module in graph_modules(graph_module):
+        for node in module.graph.nodes:
+            if is_marker(node):
+                _tag_users(node)
+    return graph_module
+
+
+def is_marker(node: fx.Node) -> bool:
+    """Whether a node is the marker op."""
+    return node.op == "call_function" and node.target in MARKERS
+
+
+def _tag_users(marker: fx.Node) -> None:
+    _refuse_writes(marker)
+    for user in marker.users:
+        if _is_transpose(user, marker):
+            _refuse_writes(user)
+            for second in user.users:
+                _tag(second, marker, weight=user, transposed=True)
+        else:
+            _tag(user, marker, weight=marker, transposed=False)
+
+
+def _tag(node: fx.Node, marker: fx.Node, *, weight: fx.Node, transposed: bool) -> None:
+    packed, layout = marker.args[0], marker.args[1]
+    assert isinstance(packed, fx.Node) and isinstance(layout, str)
+    shape = decode(layout)
+    if shape.format == "ttm":
+        if node.target is F.embedding and not transposed and argument(node, 1, "weight") is weight:
+            node.meta[USE] = TTUse("embedding", packed, layout, "rows", argument(node, 0, "input"), None)
+        return
+    operands = _linear_operands(node, weight)
+    if operands is None:
+        return
+    x, bias, weight_is_transposed = operands
+    contracts: Side = "cols" if weight_is_transposed != transposed else "rows"
+    node.meta[USE] = TTUse("linear", packed, layout, contracts, x, bias)
+
+
+def _linear_operands(node: fx.Node, weight: fx.Node) -> tuple[fx.Node, fx.Node | None, bool] | None:
+    """``(x, bias, whether the op itself transposes the weight)`` of a product of x with the weight, else None."""
+    x: Any = None
+    bias: Any = None
+    if node.target in _LINEAR:
+        x, factor, bias = argument(node, 0, "input"), argument(node, 1, "weight"), argument(node, 2, "bias")
+        found = (x, bias, True)
+    elif node.target in _MATMUL or (node.op == "call_method" and node.target in ("matmul", "mm", "__matmul__")):
+        x, factor = argument(node, 0, "input"), argument(node, 1, "mat2", node.kwargs.get("other"))
+        found = (x, None, False)
+    elif node.target is torch.addmm and {node.kwargs.get(k, 1) for k in ("alpha", "beta")} == {1}:
+        bias, x, factor = argument(node, 0, "input"), argument(node, 1, "mat1"), argument(node, 2, "mat2")
+        found = (x, bias, False)
+    else:
+        return None
+    return found if factor is weight and isinstance(x, fx.Node) and x is not weight and bias is not weight else None
+
+
+def _is_transpose(node: fx.Node, weight: fx.Node) -> bool:
+    if not node.args or node.args[0] is not weight:
+        return False
+    if node.target is getattr:
+        return node.args[1] in ("T", "mT")
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    if name not in _TRANSPOSES or node.op not in ("call_method", "call_function"):
+        return False
+    given = node.args[1:] or tuple(node.kwargs.values())
+    flat = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+    dims = tuple(d % 2 for d in flat if isinstance(d, int))
+    return not dims or sorted(dims) == [0, 1] and (name != "permute" or dims == (1, 0))
+
+
+def _refuse_writes(node: fx.Node) -> None:
+    for user in node.users:
+        method = user.target if user.op == "call_method" else getattr(user.target, "__name__", "")
+        writes = isinstance(method, str) and method.endswith("_") and not method.startswith("_")
+        target_is_node = bool(user.args) and user.args[0] is node
+        writes = writes and method != "requires_grad_" and target_is_node
+        if writes or (user.target is operator.setitem and target_is_node) or user.kwargs.get("out") is node:
+            raise CompileError(
+                f"the compiled code writes in place ({method}) to the dense matrix of a tensor-train weight; the write "
+                "would be lost. Do it outside the compiled function, or keep the layer dense with the option exclude"
+            )

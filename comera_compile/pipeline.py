@@ -1,0 +1,44 @@
+"""The order of the passes, on one screen. Each pass gets its few settings here and never sees the options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import fx
+
+from comera_compile.codegen.lower_plans import GRAPH_FUNCTIONS, lower_plans
+from comera_compile.passes.find_tt_weights import find_tt_weights
+from comera_compile.passes.plan_contractions import plan_contractions
+
+Pass = Callable[[fx.GraphModule], fx.GraphModule]
+Observer = Callable[[str, fx.GraphModule], None]
+
+
+def passes(*, threads: int, training: bool) -> list[tuple[str, Pass]]:
+    """Every pass by name, in order, bound to its settings."""
+    return [
+        ("find_tt_weights", find_tt_weights),
+        ("plan_contractions", partial(plan_contractions, threads=threads, training=training)),
+        ("lower_plans", lower_plans),
+    ]
+
+
+def run(graph_module: fx.GraphModule, observe: Observer | None = None) -> fx.GraphModule:
+    """Rewrite a traced graph whose weights are packed.
+
+    Args:
+        graph_module: Dynamo's graph; rewritten in place.
+        observe: called with each pass's name and the graph after it.
+    """
+    for name, rewrite in passes(threads=torch.get_num_threads(), training=torch.is_grad_enabled()):
+        graph_module = rewrite(graph_module)
+        if observe is not None:
+            observe(name, graph_module)
+    return graph_module
+
+
+def graph_functions() -> tuple[Callable[..., object], ...]:
+    """Python functions that a rewritten graph calls; all are pure, so graphs that call them may be cached on disk."""
+    return GRAPH_FUNCTIONS

@@ -1,0 +1,71 @@
+"""Write down which plan each weight got in a compiled graph, for ``comera.report`` and ``comera.explain``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import fx
+
+from comera_compile import ledger, torch_private
+from comera_compile.ledger import PlannedUse
+from comera_compile.planning.cost import cpu_model, plan_cost, saved_bytes
+from comera_compile.planning.linear_plan import LinearPlan
+from comera_compile.planning.uses import PLAN, USE, TTUse
+from comera_compile.tt.marker import MARKERS
+
+
+def record_plans(graph_module: fx.GraphModule) -> None:
+    """Record the plans of a graph that ``plan_contractions`` has tagged."""
+    uses: dict[int, tuple[torch.Tensor, list[PlannedUse]]] = {}
+    for parameter, use in _planned(graph_module, {}):
+        uses.setdefault(id(parameter), (parameter, []))[1].append(use)
+    for parameter, planned in uses.values():
+        ledger.record_uses(parameter, planned)
+
+
+def _planned(module: fx.GraphModule, outer: dict[fx.Node, Any]) -> list[tuple[torch.Tensor, PlannedUse]]:
+    """Pairs of a real parameter and one use of it; ``outer`` maps this graph's inputs to real objects in a body."""
+    values = outer or {n: torch_private.placeholder_value(n) for n in module.graph.nodes if n.op == "placeholder"}
+    found: list[tuple[torch.Tensor, PlannedUse]] = []
+    rebuilt: dict[fx.Node, int] = defaultdict(int)
+    for node in module.graph.nodes:
+        use: TTUse | None = node.meta.get(USE)
+        if use is not None and isinstance(values.get(use.packed), torch.Tensor):
+            found.append((values[use.packed], _describe(use, node.meta[PLAN])))
+        if node.target in MARKERS and isinstance(values.get(node.args[0]), torch.Tensor):
+            rebuilt[node] = sum(USE not in user.meta for user in node.users)
+        found += _inside(node, module, values)
+    for node, count in rebuilt.items():
+        if count and not all(any(USE in u.meta for u in user.users) for user in node.users):
+            found.append((values[node.args[0]], PlannedUse("rebuild W (unplanned use)", "any", None, None)))
+    return found
+
+
+def _inside(
+    node: fx.Node, module: fx.GraphModule, values: dict[fx.Node, Any]
+) -> list[tuple[torch.Tensor, PlannedUse]]:
+    """Uses in the body of a higher-order op."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return []
+    names = [str(a.target) for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]
+    inputs = [a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr"]
+    body = getattr(module, names[0], None) if len(names) == 1 else None
+    if not isinstance(body, fx.GraphModule):
+        return []
+    inner = [n for n in body.graph.nodes if n.op == "placeholder"]
+    return _planned(body, {i: values.get(o) for i, o in zip(inner, inputs, strict=False)})
+
+
+def _describe(use: TTUse, plan: Any) -> PlannedUse:
+    rows = use.x.meta["example_value"].shape[:-1] if use.kind == "linear" else use.x.meta["example_value"].shape
+    count: Any = 1
+    for size in rows:
+        count = count * size
+    if not isinstance(plan, LinearPlan):
+        return PlannedUse(plan.name, str(count), None, None)
+    hint = torch_private.size_hint(count)
+    cost = plan_cost(plan, hint, cpu_model(torch.get_num_threads()))
+    itemsize = use.x.meta["example_value"].dtype.itemsize
+    return PlannedUse(plan.name, str(count), cost.flops, saved_bytes(plan, hint, itemsize))

@@ -1,0 +1,35 @@
+"""What passes write on graph nodes and code generation reads: a use of a packed weight, and its plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+from comera_compile.planning.linear_plan import Side
+
+# Keys of ``node.meta``.
+USE = "comera_use"
+PLAN = "comera_plan"
+
+
+@dataclass(frozen=True)
+class TTUse:
+    """One use of a packed weight.
+
+    Args:
+        kind: ``"linear"`` or ``"embedding"``.
+        packed: node of the packed vector.
+        layout: ``TTShape.encode()``.
+        contracts: the side of the weight that is summed with x (``linear``).
+        x: node of the activation or of the ids.
+        bias: node of the bias, or None.
+    """
+
+    kind: Literal["linear", "embedding"]
+    packed: fx.Node
+    layout: str
+    contracts: Side
+    x: fx.Node
+    bias: fx.Node | None

@@ -1,0 +1,131 @@
+"""Every use of torch interfaces that are not public, in one place, each with what to do when it is missing.
+
+Checked against torch 2.11 to 2.13. ``check_version`` is called before the first use; each function below is covered by
+``tests/test_torch_private.py``, which is what fails first on a new torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo import exc
+from torch._dynamo.backends.registry import lookup_backend
+
+from comera_compile.errors import ComeraError, VersionError
+
+OLDEST_TORCH = (2, 11)
+Compiled = Callable[..., Any]
+
+
+def check_version(version: str = torch.__version__) -> None:
+    """Refuse a torch that is too old to hold the interfaces used here.
+
+    Raises:
+        VersionError: torch is older than 2.11.
+    """
+    found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if found < OLDEST_TORCH:
+        raise VersionError(
+            f"comera-compile needs torch >= {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}, found {version}: "
+            "install a newer torch, or call comera.tensorize(model) and train eagerly"
+        )
+
+
+class Retrace(exc.UnspecializeRestartAnalysis, exc.TensorifyScalarRestartAnalysis):
+    """Raised in the backend to make Dynamo trace the frame again, now that its weights are packed.
+
+    Both bases are needed: the first makes Dynamo clear its speculation log, the second passes the compiler call unwrapped.
+    """
+
+
+def as_user_error(error: ComeraError) -> Exception:
+    """The same error in a form that Dynamo hands to the user unwrapped instead of as ``BackendCompilerFailed``."""
+    kind = type(error)
+    wrapped = type(kind.__name__, (kind, exc.ShortenTraceback), {"__module__": kind.__module__})
+    return wrapped(str(error), first_useful_frame=None)  # type: ignore[no-any-return]
+
+
+def placeholder_value(node: fx.Node) -> object:
+    """The real object behind a graph input (the user's Parameter itself), or None for symbolic sizes."""
+    argument = node.meta.get("grapharg")
+    return None if argument is None else argument.example
+
+
+def traced_modules() -> list[nn.Module]:
+    """Modules that the frame being compiled can see: its locals and globals.
+
+    Raises:
+        VersionError: there is no running Dynamo translation, or this torch keeps it elsewhere.
+    """
+    try:
+        output = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
+        scopes = (output.local_scope, output.global_scope)
+    except AttributeError as error:
+        raise VersionError(
+            f"torch {torch.__version__} does not show the frame being compiled ({error}): "
+            "call comera.tensorize(model) before torch.compile"
+        ) from error
+    found = [v for scope in scopes for v in scope.values() if isinstance(v, nn.Module)]
+    return list(dict.fromkeys(found))
+
+
+def has_live_graph(parameter: torch.Tensor) -> bool:
+    """Whether an autograd graph, or DDP, holds on to this leaf: its data must then not change shape.
+
+    Both keep the leaf's AccumulateGrad node alive, which holds a reference to the leaf; asking for the node makes one only
+    if there was none.
+    """
+    if not parameter.requires_grad or not parameter.is_leaf:
+        return False
+    with torch.enable_grad(), torch.inference_mode(False):
+        before = parameter._use_count()
+        edge = torch.autograd.graph.get_gradient_edge(parameter)
+        after = parameter._use_count()
+    del edge
+    return after == before
+
+
+def compile_inner(
+    name: str, graph_module: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]
+) -> Compiled:
+    """Lower a rewritten graph: Inductor with config patches, or any other registered Dynamo backend by name."""
+    if name == "inductor":
+        from torch._inductor.compile_fx import compile_fx  # heavy; only when it is what runs
+
+        return compile_fx(graph_module, inputs, config_patches=dict(patches))  # type: ignore[arg-type, return-value]
+    compiled: Compiled = lookup_backend(name)(graph_module, inputs)  # type: ignore[arg-type]
+    return compiled
+
+
+def inner_backend_names() -> list[str]:
+    """Names that ``inner`` may have."""
+    return sorted({*torch._dynamo.list_backends(exclude_tags=()), "inductor"} - {"comera"})
+
+
+def cacheable(functions: Sequence[Callable[..., Any]], version: str) -> dict[str, dict[str, str]]:
+    """Inductor config patch that lets AOTAutograd's disk cache hold graphs that call ``functions``.
+
+    ``version`` becomes part of the cache key, so graphs of other versions of these functions are never reused.
+    """
+    if not hasattr(torch._inductor.config, "unsafe_marked_cacheable_functions"):
+        return {}
+    known = dict(torch._inductor.config.unsafe_marked_cacheable_functions)
+    return {
+        "unsafe_marked_cacheable_functions": known | {f"{f.__module__}.{f.__name__}": version for f in functions}
+    }
+
+
+def holds(condition: Any) -> bool:
+    """Value of a condition on sizes. A symbolic one is decided by its hint and becomes a guard of the compiled code."""
+    return bool(torch.fx.experimental.symbolic_shapes.guard_or_false(condition))
+
+
+def size_hint(size: Any) -> int:
+    """A concrete value of a size: itself, or the hint of a symbolic one (1 where there is none)."""
+    if isinstance(size, int):
+        return size
+    hint = getattr(size.node, "hint", None)
+    return 1 if hint is None else int(hint)

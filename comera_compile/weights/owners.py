@@ -1,0 +1,54 @@
+"""Who holds a Parameter: every live module with it among its own parameters, wherever it is.
+
+A weight may be tied to a module outside the compiled one. All of them must learn that it is packed now, so they are looked
+up among all live objects rather than under the compiled root.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A module and the name under which it holds the parameter."""
+
+    module: nn.Module
+    key: str
+
+
+def live_modules() -> list[nn.Module]:
+    """Every nn.Module alive in this process."""
+    # type() instead of isinstance(): some objects answer __class__ with arbitrary code.
+    return [o for o in gc.get_objects() if issubclass(type(o), nn.Module) and "_parameters" in o.__dict__]
+
+
+def owners_of(parameters: Iterable[torch.Tensor], modules: Iterable[nn.Module]) -> dict[int, list[Owner]]:
+    """Owners of each parameter by ``id(parameter)``, in the order of ``modules``."""
+    wanted = {id(p) for p in parameters}
+    found: dict[int, list[Owner]] = {key: [] for key in wanted}
+    for module in modules:
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in wanted:
+                found[id(parameter)].append(Owner(module, key))
+    return found
+
+
+def qualified_names(roots: Iterable[nn.Module]) -> dict[int, str]:
+    """Dotted name of each module below the roots by ``id(module)``; a root's own name is empty."""
+    names: dict[int, str] = {}
+    for root in roots:
+        for name, module in root.named_modules():
+            names.setdefault(id(module), name.removeprefix("_orig_mod.").removeprefix("_orig_mod"))
+    return names
+
+
+def owner_name(owner: Owner, names: dict[int, str]) -> str:
+    """Dotted name of a parameter, or its class name where the module lies outside the roots."""
+    prefix = names.get(id(owner.module), type(owner.module).__name__)
+    return f"{prefix}.{owner.key}" if prefix else owner.key
