@@ -151,7 +151,7 @@ def _block_ranks(ours: TTShape) -> tuple[int, ...]:
 
 def _block_numel(pairs: Sequence[int], rank: int) -> int:
     ranks = [1, *[rank] * (len(pairs) - 1), 1]
-    return sum(left * mode * right for left, mode, right in zip(ranks, pairs, ranks[1:], strict=True))
+    return sum(left * mode * right for left, mode, right in zip(ranks[:-1], pairs, ranks[1:], strict=True))
 
 
 def _draw(made: nn.Module, dense: torch.Tensor) -> None:

@@ -10,6 +10,9 @@ from comera_compile.errors import (
     VersionError,
     WeightError,
 )
+from comera_compile.explain import Explanation, explain
+from comera_compile.param_groups import param_groups
+from comera_compile.report import Report, report
 from comera_compile.tensorize import densify, tensorize
 from comera_compile.version import VERSION as __version__
 from comera_compile.weights.checkpoint import dense_state_dict
@@ -18,13 +21,18 @@ __all__ = [
     "Backend",
     "ComeraError",
     "CompileError",
+    "Explanation",
     "OptionError",
     "PlacementError",
+    "Report",
     "ShapeError",
     "VersionError",
     "WeightError",
     "__version__",
     "dense_state_dict",
     "densify",
+    "explain",
+    "param_groups",
+    "report",
     "tensorize",
 ]

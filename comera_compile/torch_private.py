@@ -129,3 +129,29 @@ def size_hint(size: Any) -> int:
         return size
     hint = getattr(size.node, "hint", None)
     return 1 if hint is None else int(hint)
+
+
+def compile_recording(
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    forward: Callable[[fx.GraphModule], None],
+    backward: Callable[[fx.GraphModule], None],
+) -> Compiled:
+    """Run a graph through AOTAutograd as Inductor would, show both graphs, and execute them operation by operation."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    def recorder(show: Callable[[fx.GraphModule], None]) -> Callable[[fx.GraphModule, Sequence[Any]], Any]:
+        def compiler(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+            show(graph)
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+    lowered = aot_autograd(
+        fw_compiler=recorder(forward),
+        bw_compiler=recorder(backward),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    compiled: Compiled = lowered(graph_module, inputs)
+    return compiled

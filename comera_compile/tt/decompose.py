@@ -18,6 +18,7 @@ _OVERSAMPLE = 16
 _POWER_STEPS = 4
 _FILL_SWEEPS = 16
 _OVERSHOOT = 1.5  # over-relaxation: hidden entries settle linearly, this about squares the rate
+_BEYOND_MENDING = 0.5  # hidden zeros spoil a weight of these ranks by far less than this
 _WORTH_A_SWEEP = 0.9  # a sweep that leaves more than this of the error is the last
 
 
@@ -81,27 +82,34 @@ def decompose(weight: Tensor, shape: TTShape, *, tolerance: float | None = None)
 def _fit(weight: Tensor, shape: TTShape) -> tuple[Tensor, list[Tensor]]:
     """The weight padded to the mode products, its hidden entries filled to suit the ranks, and its cores."""
     rows, cols = math.prod(shape.row_modes), math.prod(shape.col_modes)
-    whole = replace(shape, rows=rows, cols=cols, zero_row=-1)
     filled = torch.nn.functional.pad(weight, (0, cols - shape.cols, 0, rows - shape.rows))
     cores = _truncate(_to_tensor(filled, shape), shape.ranks)
     if not shape.padded and shape.zero_row < 0:
         return filled, cores
+    whole, hidden = replace(shape, rows=rows, cols=cols, zero_row=-1), _hidden(filled, shape)
+    change = _dense(cores, whole) - filled
+    error = float(torch.linalg.vector_norm(change[~hidden]))
+    if error > _BEYOND_MENDING * float(torch.linalg.vector_norm(filled)):
+        return filled, cores
+    for _ in range(_FILL_SWEEPS):
+        attempt = filled + torch.where(hidden, _OVERSHOOT * change, 0)
+        attempt_cores = _truncate(_to_tensor(attempt, shape), shape.ranks)
+        change = _dense(attempt_cores, whole) - attempt
+        before, error = error, float(torch.linalg.vector_norm(change[~hidden]))
+        if error < before:
+            filled, cores = attempt, attempt_cores
+        if error > _WORTH_A_SWEEP * before:
+            break
+    return filled, cores
+
+
+def _hidden(filled: Tensor, shape: TTShape) -> Tensor:
+    """Which entries never show: padded rows and columns, and the zero row."""
     hidden = torch.ones_like(filled, dtype=torch.bool)
     hidden[: shape.rows, : shape.cols] = False
     if shape.zero_row >= 0:
         hidden[shape.zero_row] = True
-    difference = _dense(cores, whole) - filled
-    for _ in range(_FILL_SWEEPS):
-        before = float(torch.linalg.vector_norm(difference[~hidden]))
-        attempt = filled + torch.where(hidden, _OVERSHOOT * difference, 0)
-        attempt_cores = _truncate(_to_tensor(attempt, shape), shape.ranks)
-        difference = _dense(attempt_cores, whole) - attempt
-        after = float(torch.linalg.vector_norm(difference[~hidden]))
-        if after < before:
-            filled, cores = attempt, attempt_cores
-        if after > _WORTH_A_SWEEP * before:
-            break
-    return filled, cores
+    return hidden
 
 
 def _to_tensor(weight: Tensor, shape: TTShape) -> Tensor:
@@ -163,7 +171,7 @@ def leading_left(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
 def _iterate(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
     """Randomized subspace iteration (Halko, Martinsson, Tropp 2011, algorithm 4.4) with a fixed seed."""
     generator = torch.Generator(device="cpu").manual_seed(0)
-    sketch = torch.randn(matrix.shape[1], rank + _OVERSAMPLE, generator=generator, dtype=matrix.dtype)
+    sketch = torch.randn(matrix.shape[1], rank + _OVERSAMPLE, generator=generator, dtype=matrix.dtype, device="cpu")
     basis = torch.linalg.qr(matrix @ sketch.to(matrix.device)).Q
     for _ in range(_POWER_STEPS):
         basis = torch.linalg.qr(matrix @ torch.linalg.qr(matrix.T @ basis).Q).Q

@@ -20,15 +20,15 @@ _WIDEST_SEARCH = 0.7  # padded factors smaller than this times the geometric mea
 _RANKS_ALLOWED = "an int of at least 1, a fraction strictly between 0 and 1, or a list of inner ranks of at least 1"
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096, typed=True)  # typed: 2.0 and True are refused, not found as 2 and 1
 def choose_modes(size: int, order: int) -> tuple[int, ...]:
     """Balanced factors of ``size``, ascending.
 
     The parameters of a tensor train of given ranks grow with the *sum* of its modes, so that is what is kept small.
     An exact factorization wins whenever its sum is within 25 % of the smallest conceivable one,
     ``order * size ** (1 / order)``; else a padded one may win, with at most 6 % padding. Modes that are multiples of 8
-    are slightly preferred, which makes splitting a token id into its digits cheap. Sizes too small for ``order``
-    factors of at least 2 get leading ones, so every positive size has modes.
+    are slightly preferred, which makes splitting a token id into its digits cheap. Sizes that have no ``order``
+    factors of at least 2 within that padding get leading ones, so every positive size has modes.
 
     Args:
         size: number of rows or columns, at least 1.
@@ -44,7 +44,7 @@ def choose_modes(size: int, order: int) -> tuple[int, ...]:
     if not _is_int(size) or size < 1:
         raise ShapeError(f"a size of at least 1 has modes, got {size!r}; leave such a weight dense")
     exact = min(_exact_factors(size, order, 1), key=lambda modes: _score(modes, size))
-    if _sum_ratio(exact, size) <= _EXACT_IS_FINE:
+    if 1 not in exact and _sum_ratio(exact, size) <= _EXACT_IS_FINE:
         return exact
     padded = (modes for modes in _padded_factors(size, order) if math.prod(modes) <= size * (1 + _MAX_PADDING))
     return min([exact, *padded], key=lambda modes: _score(modes, size))
@@ -178,10 +178,11 @@ def _sum_ratio(modes: Sequence[int], size: int) -> float:
     return sum(modes) / (len(modes) * math.pow(size, 1 / len(modes)))
 
 
-def _score(modes: tuple[int, ...], size: int) -> tuple[float, tuple[int, ...]]:
-    """Smaller is better: sum, half the padding, and a small bonus for multiples of 8; ties by the modes themselves."""
+def _score(modes: tuple[int, ...], size: int) -> tuple[int, float, tuple[int, ...]]:
+    """Smaller is better: ones, then the sum with half the padding and a small bonus for multiples of 8, then ties."""
     padding = math.prod(modes) / size - 1
-    return _sum_ratio(modes, size) + padding / 2 - 0.002 * sum(m % 8 == 0 for m in modes), modes
+    balance = _sum_ratio(modes, size) + padding / 2 - 0.002 * sum(m % 8 == 0 for m in modes)
+    return modes.count(1), balance, modes
 
 
 def _exact_factors(size: int, order: int, smallest: int) -> Iterator[tuple[int, ...]]:
@@ -197,7 +198,7 @@ def _exact_factors(size: int, order: int, smallest: int) -> Iterator[tuple[int, 
 
 def _padded_factors(size: int, order: int) -> Iterator[tuple[int, ...]]:
     """Ascending near-equal factors whose product is just above ``size``: the last is the smallest that suffices."""
-    smallest = max(2, int(_WIDEST_SEARCH * math.pow(size, 1 / order)))
+    smallest = max(2, int(_WIDEST_SEARCH * math.pow(size, 1 / order)) - 2)  # small sizes have few choices: search wider
     yield from _padded_from(size, order, smallest)
 
 

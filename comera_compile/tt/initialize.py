@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-from comera_compile.tt.packing import pack
 from comera_compile.tt.shape import TTShape
 
 
@@ -33,10 +32,11 @@ def draw_packed(shape: TTShape, std: float, *, seed: int, dtype: torch.dtype, de
     """
     core_std = core_rms(shape, std if std > 0 else 1.0)
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    cores = [torch.randn(size, generator=generator, dtype=torch.float64) * core_std for size in shape.core_shapes]
+    # Device and dtype are said because torch's defaults belong to the user.
+    normal = torch.randn(shape.numel, generator=generator, dtype=torch.float64, device="cpu") * core_std
     if std == 0:
-        cores[-1].zero_()
-    return pack(cores, shape).to(device=device, dtype=dtype)
+        normal[-shape.core_sizes[-1] :] = 0
+    return (normal / shape.scale).to(device=device, dtype=dtype)
 
 
 def core_rms(shape: TTShape, std: float) -> float:

@@ -1,0 +1,111 @@
+"""``comera.report(model)``: what became of every matrix of a model, and what runs for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from comera_compile import ledger
+from comera_compile.ledger import Decision, PlannedUse
+from comera_compile.weights import tt_module
+from comera_compile.weights.owners import Owner, owner_name, qualified_names
+
+
+@dataclass(frozen=True)
+class Line:
+    """One weight: the decision about it and the plans of the newest graph that uses it."""
+
+    decision: Decision
+    uses: tuple[PlannedUse, ...]
+
+    def cells(self) -> tuple[str, ...]:
+        """Texts of the table's columns."""
+        d, shape = self.decision, self.decision.shape
+        modes = "" if shape is None else f"{_times(shape.row_modes)} | {_times(shape.col_modes)}"
+        ranks = "" if shape is None else ",".join(map(str, shape.ranks[1:-1]))
+        kept = "" if d.kept is None else f"{100 * d.kept:.0f}%"
+        use = self.uses[0] if self.uses else PlannedUse("", "", None, None)
+        plan = use.plan + (f" (+{len(self.uses) - 1} more)" if len(self.uses) > 1 else "")
+        flops = "" if use.flops is None else f"{use.flops / 1e6:,.1f}"
+        saved = "" if use.saved_bytes is None else f"{use.saved_bytes / 1024:,.0f}"
+        form = "dense" if shape is None else shape.format
+        size = f"{d.dense_numel:,}" if shape is None else f"{d.dense_numel:,} -> {d.numel:,}"
+        return (d.name, form, size, modes, ranks, kept, plan, use.rows, flops, saved, d.reason)
+
+
+_HEADS = ("weight", "form", "parameters", "modes", "ranks", "kept", "plan", "rows", "MFLOP", "saved KiB", "why")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Every matrix of a model. ``str(report)`` is a table; ``lines`` holds the same as values."""
+
+    lines: tuple[Line, ...]
+
+    @property
+    def dense_numel(self) -> int:
+        """Elements of all matrices in dense form."""
+        return sum(line.decision.dense_numel for line in self.lines)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all matrices as they are trained now."""
+        return sum(line.decision.numel for line in self.lines)
+
+    @property
+    def tensorized(self) -> tuple[Line, ...]:
+        """The lines of tensor-train weights."""
+        return tuple(line for line in self.lines if line.decision.shape is not None)
+
+    def __getitem__(self, name: str) -> Line:
+        """The line of one weight by its dotted name."""
+        for line in self.lines:
+            if line.decision.name == name:
+                return line
+        raise KeyError(f"{name!r} is not among the matrices: {', '.join(x.decision.name for x in self.lines)}")
+
+    def __str__(self) -> str:
+        """A table: MFLOP and saved KiB are of one training step at the rows shown (the hint of a dynamic size)."""
+        table = [_HEADS, *(line.cells() for line in self.lines)]
+        widths = [max(len(row[k]) for row in table) for k in range(len(_HEADS))]
+        rows = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
+        ratio = self.dense_numel / max(1, self.numel)
+        foot = (
+            f"{len(self.tensorized)} of {len(self.lines)} matrices are tensor trains; "
+            f"{self.dense_numel:,} parameters before, {self.numel:,} now ({ratio:.1f}x fewer)"
+        )
+        return "\n".join([rows[0], "-" * len(rows[0]), *rows[1:], foot])
+
+
+def report(model: nn.Module) -> Report:
+    """What became of every matrix below ``model``: form and reason, modes, ranks, energy kept, sizes, plan, FLOPs, bytes.
+
+    Weights that no compiled call has looked at yet are listed as such. Plans are those of the newest compiled graph.
+    """
+    return Report(tuple(_lines(model)))
+
+
+def _lines(model: nn.Module) -> Iterator[Line]:
+    names = qualified_names([model])
+    seen: set[int] = set()
+    for module in model.modules():
+        shapes = tt_module.shapes_of(module)
+        for key, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in seen or (parameter.dim() < 2 and key not in shapes):
+                continue
+            seen.add(id(parameter))
+            known = ledger.recall(parameter)
+            name = owner_name(Owner(module, key), names)
+            if key in shapes and (known is None or known.decision.shape != shapes[key]):
+                decision = Decision(name, shapes[key], "copied or loaded in this form", shapes[key].dense_numel)
+            elif known is None:
+                decision = Decision(name, None, "not looked at yet", parameter.numel())
+            else:
+                decision = known.decision
+            yield Line(decision, tuple(known.uses) if known else ())
+
+
+def _times(modes: tuple[int, ...]) -> str:
+    return "x".join(map(str, modes))
