@@ -115,7 +115,7 @@ def _tensorly_linear(layer: nn.Linear, rank: int) -> nn.Module:
     ours = choose_shape(layer.out_features, layer.in_features, format="tt", rank=rank)
     layer_class = _tltorch().FactorizedLinear
     made: nn.Module = layer_class(
-        ours.col_modes, ours.row_modes, factorization="blocktt", rank=_block_ranks(ours), implementation="factorized"
+        ours.col_modes, ours.row_modes, factorization="blocktt", rank=block_ranks(ours), implementation="factorized"
     )
     _draw(made, layer.weight)
     return made
@@ -134,24 +134,28 @@ def _tensorly_embedding(layer: nn.Embedding, rank: int) -> nn.Module:
         tensorized_num_embeddings=ours.row_modes,
         tensorized_embedding_dim=ours.col_modes,
         factorization="blocktt",
-        rank=_block_ranks(ours),
+        rank=block_ranks(ours),
     )
     _draw(made, layer.weight)
     return made
 
 
-def _block_ranks(ours: TTShape) -> tuple[int, ...]:
+def block_ranks(ours: TTShape) -> tuple[int, ...]:
     """Ranks of a block tensor train over the same modes: the largest common one with at most as many parameters."""
-    pairs = [v * e for v, e in zip(ours.row_modes, ours.col_modes, strict=True)]
-    rank = 1
-    while _block_numel(pairs, rank + 1) <= ours.numel:
+    order, rank = len(ours.row_modes), 1
+    while block_numel(ours, _common(rank + 1, order)) <= ours.numel:
         rank += 1
-    return (1, *[rank] * (len(pairs) - 1), 1)
+    return _common(rank, order)
 
 
-def _block_numel(pairs: Sequence[int], rank: int) -> int:
-    ranks = [1, *[rank] * (len(pairs) - 1), 1]
+def block_numel(ours: TTShape, ranks: Sequence[int]) -> int:
+    """Parameters of a block tensor train of the given ranks over the modes of ``ours``."""
+    pairs = [v * e for v, e in zip(ours.row_modes, ours.col_modes, strict=True)]
     return sum(left * mode * right for left, mode, right in zip(ranks[:-1], pairs, ranks[1:], strict=True))
+
+
+def _common(rank: int, order: int) -> tuple[int, ...]:
+    return (1, *[rank] * (order - 1), 1)
 
 
 def _draw(made: nn.Module, dense: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks import paired
 from benchmarks.training import BASELINE, OURS, PEERS, Setting, Training, build
 
-PEER_ROUNDS = 5
+PEER_ROUNDS, PEER_SECONDS = 5, 20.0
 
 
 def measure(variants: Sequence[str], setting: Setting, *, rounds: int, seconds: float) -> dict[str, Any]:
@@ -30,7 +30,8 @@ def measure(variants: Sequence[str], setting: Setting, *, rounds: int, seconds: 
     result: dict[str, Any] = {}
     if len(standard) < len(trained):
         steps = {name: t.step for name, t in trained.items() if name in (BASELINE, OURS, *PEERS)}
-        beside = paired.compare(steps, BASELINE, rounds=min(PEER_ROUNDS, rounds), seconds=seconds)
+        few, short = min(PEER_ROUNDS, rounds), min(PEER_SECONDS, seconds)
+        beside = paired.compare(steps, BASELINE, rounds=few, seconds=short)
         timings |= {name: timing for name, timing in beside.items() if name in PEERS}
         if {OURS, "galore"} <= steps.keys():
             result["speedup_over_galore"] = beside["galore"].speedup(OURS, "galore").median

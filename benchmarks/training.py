@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +79,7 @@ def _dense(model: nn.Module, setting: Setting) -> Training:
 
 def _comera(model: nn.Module, setting: Setting) -> Training:
     # which allocator runs is said by the benchmark, for all variants of a process alike
-    options = {"rank": setting.rank, "keep_memory": False}
+    options: dict[str, str | int | bool | Callable[..., Any]] = {"rank": setting.rank, "keep_memory": False}
     return _training(model, torch.compile(model, backend="comera", options=options), setting)
 
 

@@ -14,8 +14,10 @@ from comera_compile.explain import Explanation, explain
 from comera_compile.param_groups import param_groups
 from comera_compile.report import Report, report
 from comera_compile.tensorize import densify, tensorize
-from comera_compile.version import VERSION as __version__
+from comera_compile.version import VERSION
 from comera_compile.weights.checkpoint import dense_state_dict
+
+__version__ = VERSION
 
 __all__ = [
     "Backend",

@@ -63,7 +63,8 @@ def comera_backend(
     """What the entry point ``comera`` names: ``torch.compile(model, backend="comera", options={...})``."""
     try:
         if mode is not None:
-            raise OptionError(f"mode={mode!r} is not known; use options={{'cudagraphs': True, 'inner_options': {{...}}}}")
+            remedy = "use options={'cudagraphs': True, 'inner_options': {...}}"
+            raise OptionError(f"mode={mode!r} is not known; {remedy}")
         backend = Backend(**(options or {}))
     except ComeraError as error:
         raise torch_private.as_user_error(error) from error

@@ -13,9 +13,9 @@ from torch import fx, nn
 from comera_compile import pipeline, torch_private
 from comera_compile.discover import find_dense_parameters
 from comera_compile.options import Options
+from comera_compile.passes.graph_nodes import graph_modules
 from comera_compile.planning.plan_text import describe_plan
 from comera_compile.planning.uses import PLAN
-from comera_compile.passes.graph_nodes import graph_modules
 from comera_compile.tensorize import convert
 
 

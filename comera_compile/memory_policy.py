@@ -1,8 +1,8 @@
 """Let the C library keep freed memory, instead of returning large blocks to the kernel and faulting them in again.
 
-With many rows a step allocates and frees dozens of 10-50 MB tensors. glibc maps and unmaps each (2.7x on a single TT linear
-of 4096 rows), which costs TT models most, since they have little arithmetic to hide it behind. PyTorch's CPU allocator
-has no cache of its own.
+With many rows a step allocates and frees dozens of 10-50 MB tensors. glibc maps and unmaps each (2.7x on a single TT
+linear of 4096 rows), which costs TT models most, since they have little arithmetic to hide it behind. PyTorch's CPU
+allocator has no cache of its own.
 """
 
 from __future__ import annotations

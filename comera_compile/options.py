@@ -1,4 +1,4 @@
-"""The options of ``torch.compile(model, backend="comera", options={...})`` and ``comera.tensorize(model, **options)``."""
+"""The options of the ``comera`` backend, ``comera.Backend`` and ``comera.tensorize``: names, defaults, checks."""
 
 from __future__ import annotations
 
@@ -130,7 +130,8 @@ class Options:
         for option, pattern in given:
             if not any(matches(name, pattern) for name in names):
                 close = difflib.get_close_matches(pattern, names, 3, 0.3) or list(names[:3])
-                raise OptionError(f"{option}: pattern {pattern!r} matches no weight; there are, e.g., {', '.join(close)}")
+                known = ", ".join(close)
+                raise OptionError(f"{option}: pattern {pattern!r} matches no weight; there are, e.g., {known}")
 
 
 def matches(name: str, pattern: str) -> bool:

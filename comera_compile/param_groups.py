@@ -13,10 +13,10 @@ from comera_compile.weights import tt_module
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Groups for any torch optimizer with decoupled decay (AdamW).
 
-    Decay shrinks each of a weight's K cores by the factor ``1 - lr * weight_decay``, hence the matrix, their product, by
-    about ``1 - K * lr * weight_decay``. So a packed weight of K cores gets ``weight_decay / K``, dense matrices get
-    ``weight_decay``, vectors (biases, norms) none. The usual rule "decay what has two dimensions" would miss packed
-    weights, which are one-dimensional.
+    Decay shrinks each of a weight's K cores by the factor ``1 - lr * weight_decay``, hence the matrix, their product,
+    by about ``1 - K * lr * weight_decay``. So a packed weight of K cores gets ``weight_decay / K``, dense matrices
+    get ``weight_decay``, vectors (biases, norms) none. The usual rule "decay what has two dimensions" would miss
+    packed weights, which are one-dimensional.
 
     Args:
         model: a model whose weights are packed already (after ``comera.tensorize`` or the first compiled call).

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -29,18 +28,21 @@ def _planned(module: fx.GraphModule, outer: dict[fx.Node, Any]) -> list[tuple[to
     """Pairs of a real parameter and one use of it; ``outer`` maps this graph's inputs to real objects in a body."""
     values = outer or {n: torch_private.placeholder_value(n) for n in module.graph.nodes if n.op == "placeholder"}
     found: list[tuple[torch.Tensor, PlannedUse]] = []
-    rebuilt: dict[fx.Node, int] = defaultdict(int)
     for node in module.graph.nodes:
         use: TTUse | None = node.meta.get(USE)
         if use is not None and isinstance(values.get(use.packed), torch.Tensor):
             found.append((values[use.packed], _describe(use, node.meta[PLAN])))
-        if node.target in MARKERS and isinstance(values.get(node.args[0]), torch.Tensor):
-            rebuilt[node] = sum(USE not in user.meta for user in node.users)
+        if node.target in MARKERS and _is_rebuilt(node):
+            packed = values.get(node.args[0])
+            if isinstance(packed, torch.Tensor):
+                found.append((packed, PlannedUse("rebuild W (unplanned use)", "any", None, None)))
         found += _inside(node, module, values)
-    for node, count in rebuilt.items():
-        if count and not all(any(USE in u.meta for u in user.users) for user in node.users):
-            found.append((values[node.args[0]], PlannedUse("rebuild W (unplanned use)", "any", None, None)))
     return found
+
+
+def _is_rebuilt(marker: fx.Node) -> bool:
+    """Whether some use of the dense matrix has no plan, directly or through a transpose."""
+    return any(USE not in u.meta and not (u.users and all(USE in v.meta for v in u.users)) for u in marker.users)
 
 
 def _inside(

@@ -80,7 +80,7 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """What became of every matrix below ``model``: form and reason, modes, ranks, energy kept, sizes, plan, FLOPs, bytes.
+    """What became of every matrix below ``model``: form and why, modes, ranks, energy kept, sizes, plan, FLOPs, bytes.
 
     Weights that no compiled call has looked at yet are listed as such. Plans are those of the newest compiled graph.
     """

@@ -129,7 +129,7 @@ def convert(found: Sequence[Found], options: Options, roots: Sequence[nn.Module]
     for choice in (*chosen, *followers):
         ledger.record(choice.parameter, choice.decision)
     if followers:
-        _log.info("comera: %d averaged or frozen equal copies of these weights were converted with them", len(followers))
+        _log.info("comera: %d averaged or frozen equal copies were converted with them", len(followers))
     return [c.decision for c in chosen]
 
 

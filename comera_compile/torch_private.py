@@ -37,7 +37,8 @@ def check_version(version: str = torch.__version__) -> None:
 class Retrace(exc.UnspecializeRestartAnalysis, exc.TensorifyScalarRestartAnalysis):
     """Raised in the backend to make Dynamo trace the frame again, now that its weights are packed.
 
-    Both bases are needed: the first makes Dynamo clear its speculation log, the second passes the compiler call unwrapped.
+    Both bases are needed: the first makes Dynamo clear its speculation log, the second passes the compiler call
+    unwrapped.
     """
 
 
@@ -75,15 +76,15 @@ def traced_modules() -> list[nn.Module]:
 def has_live_graph(parameter: torch.Tensor) -> bool:
     """Whether an autograd graph, or DDP, holds on to this leaf: its data must then not change shape.
 
-    Both keep the leaf's AccumulateGrad node alive, which holds a reference to the leaf; asking for the node makes one only
-    if there was none.
+    Both keep the leaf's AccumulateGrad node alive, which holds a reference to the leaf; asking for the node makes one
+    only if there was none.
     """
     if not parameter.requires_grad or not parameter.is_leaf:
         return False
     with torch.enable_grad(), torch.inference_mode(False):
-        before = parameter._use_count()
+        before: int = parameter._use_count()  # type: ignore[attr-defined]
         edge = torch.autograd.graph.get_gradient_edge(parameter)
-        after = parameter._use_count()
+        after: int = parameter._use_count()  # type: ignore[attr-defined]
     del edge
     return after == before
 
@@ -95,7 +96,7 @@ def compile_inner(
     if name == "inductor":
         from torch._inductor.compile_fx import compile_fx  # heavy; only when it is what runs
 
-        return compile_fx(graph_module, inputs, config_patches=dict(patches))  # type: ignore[arg-type, return-value]
+        return compile_fx(graph_module, inputs, config_patches=dict(patches))  # type: ignore[return-value]
     compiled: Compiled = lookup_backend(name)(graph_module, inputs)  # type: ignore[arg-type]
     return compiled
 
@@ -138,8 +139,9 @@ def compile_recording(
     backward: Callable[[fx.GraphModule], None],
 ) -> Compiled:
     """Run a graph through AOTAutograd as Inductor would, show both graphs, and execute them operation by operation."""
-    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def recorder(show: Callable[[fx.GraphModule], None]) -> Callable[[fx.GraphModule, Sequence[Any]], Any]:
         def compiler(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:

@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import bookkeeping, floor, output, paired, peers, process, step_table, transformer_step
+from benchmarks import bookkeeping, floor, memory, output, paired, peers, process, step_table, transformer_step
 from benchmarks.plain_tt import PlainTTEmbedding, PlainTTLinear
 from benchmarks.six_encoders import SixEncoders, Sizes, zipf_batches
 from benchmarks.training import Setting, Training
+from comera_compile.tt.factorize import choose_shape
 from comera_compile.tt.packing import pack, to_dense
 
 TINY = Sizes(width=16, hidden=32, heads=2, sequence=8, vocabulary=60, classes=3, encoders=2)
@@ -49,8 +50,32 @@ def test_training_goes_round_its_batches_and_learns():
     training.run(1)
     first = training.loss
     training.run(40)
-    # 40 steps on four memorable batches: a step that forgot backward, update or zero_grad would not get there
+    # 40 steps on four memorable batches: a step that forgot backward or update would not get there
     assert training.done == 41 and training.loss < first / 4
+    assert all(p.grad is None for p in model.parameters())  # dropped: gradients of steps must not add up
+
+
+def large_training():
+    model = nn.EmbeddingBag(2**14, 1024)  # 64 MiB
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    return Training(model, lambda ids, targets: model(ids).square().sum(), optimizer, zipf_batches(2, TINY))
+
+
+def test_memory_counts_weight_gradient_and_both_moments():
+    peak = memory.measure(large_training)
+    # 64 MiB each; what else a step takes is small here, and the interpreter belongs to the residue
+    assert 0.95 * 256 < peak.figure / memory.MIB < 1.3 * 256 < peak.peak / memory.MIB
+
+
+def test_memory_refuses_a_residue_that_holds_the_first_run():
+    kept = []
+
+    def build():
+        kept.append(large_training())
+        return kept[-1]
+
+    with pytest.raises(memory.MemoryLeakError, match="alive"):
+        memory.measure(build)
 
 
 def test_comera_bookkeeping_is_the_papers():
@@ -226,6 +251,15 @@ def test_a_peer_that_is_not_installed_is_named_with_its_reason(monkeypatch):
 
     monkeypatch.setattr(peers, "require", missing)
     assert transformer_step.installed(("dense", "galore")) == (("dense",), {"galore": "not installed"})
+
+
+def test_tensorly_gets_at_most_our_parameters_and_not_much_less():
+    ours = choose_shape(768, 3072, format="tt", rank=32)
+    ranks = peers.block_ranks(ours)
+    assert ranks[0] == ranks[-1] == 1 and len(ranks) == 4
+    made = peers.block_numel(ours, ranks)
+    # one rank more would be more parameters than ours: the comparison is at equal size
+    assert 0.85 * ours.numel < made <= ours.numel < peers.block_numel(ours, (1, ranks[1] + 1, ranks[1] + 1, 1))
 
 
 def test_stubs_vanish_after_the_import():

@@ -78,10 +78,8 @@ def test_gradients_are_right(shape: TTShape) -> None:
     assert torch.autograd.gradcheck(lambda p: to_dense(p, shape), (packed,))
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("shape", [s for s in SHAPES.values() if s.zero_row >= 0], ids=lambda shape: shape.format)
 def test_zero_row_is_zero_even_when_cores_are_not_finite(shape: TTShape) -> None:
-    if shape.zero_row < 0:
-        pytest.skip("no zero row")
     packed = torch.randn(shape.numel)
     assert to_dense(packed, shape)[shape.zero_row].abs().max() == 0
     first = unpack(packed, shape)[0]

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from comera_compile.codegen.lookup_half import Half, gathered_half, half_gradients, table_half
 from comera_compile.planning.lookup_plan import LookupPlan
-from comera_compile.tt.packing import cores_of, merge_pair
+from comera_compile.tt.packing import cores_of
 from comera_compile.tt.shape import TTShape
 
 
@@ -21,6 +23,8 @@ def ttm_lookup(packed: torch.Tensor, ids: torch.Tensor, layout: str) -> torch.Te
         IndexError: an id is negative or not below the number of rows, as ``nn.Embedding`` does.
     """
     plan = LookupPlan.decode(layout)
+    if ids.numel() == 0:
+        return packed.new_empty([*ids.shape, plan.shape.cols])
     unique, inverse = torch.unique(ids.reshape(-1), return_inverse=True)
     _check_ids(unique, plan.shape)
     rows = _unique_rows(packed, unique, plan)
@@ -39,13 +43,12 @@ def ttm_lookup_backward(packed: torch.Tensor, ids: torch.Tensor, grad: torch.Ten
     Gradients of equal ids are added first, so every core product is differentiated once a unique id.
     """
     plan = LookupPlan.decode(layout)
+    if ids.numel() == 0:
+        return torch.zeros_like(packed)
     unique, inverse = torch.unique(ids.reshape(-1), return_inverse=True)
     summed = grad.new_zeros([unique.numel(), plan.shape.cols])
     summed.index_add_(0, inverse, grad.reshape(-1, plan.shape.cols))
-    # The body of a custom op runs below autograd; torch.func brings its own differentiation.
-    _, pullback = torch.func.vjp(lambda p: _unique_rows(p, unique, plan), packed.detach())
-    gradient: torch.Tensor = pullback(summed.to(packed.dtype))[0]
-    return gradient.contiguous()
+    return _unique_gradient(packed, unique, summed.to(packed.dtype), plan)
 
 
 @ttm_lookup_backward.register_fake
@@ -68,63 +71,64 @@ ttm_lookup.register_autograd(_backward, setup_context=_setup_context)
 
 def _check_ids(unique: torch.Tensor, shape: TTShape) -> None:
     # `unique` is sorted. On a GPU the check would wait for the device; there an id too large is caught by the gathers.
-    if unique.device.type == "cpu" and unique.numel() and (int(unique[0]) < 0 or int(unique[-1]) >= shape.rows):
+    if unique.device.type == "cpu" and (int(unique[0]) < 0 or int(unique[-1]) >= shape.rows):
         raise IndexError(f"index out of range in embedding: expected 0 to {shape.rows - 1}, got {unique.tolist()[-1]}")
 
 
 def _unique_rows(packed: torch.Tensor, ids: torch.Tensor, plan: LookupPlan) -> torch.Tensor:
     """``[len(ids), cols]`` for ids without duplicates."""
+    left, right = _halves(packed, ids, plan)
+    rows = torch.bmm(_at(left, 0), _at(right, 1)) if right is not None else _at(left, 0)
+    rows = rows.reshape(ids.numel(), math.prod(plan.shape.col_modes))[:, : plan.shape.cols]
+    return _masked(rows, ids, plan.shape)
+
+
+def _unique_gradient(packed: torch.Tensor, ids: torch.Tensor, grad: torch.Tensor, plan: LookupPlan) -> torch.Tensor:
+    """Gradient of the packed vector from ``grad``: ``[len(ids), cols]``."""
     shape = plan.shape
     cores = cores_of(packed, shape)
-    right_rows = math.prod(shape.row_modes[plan.split :])
-    left = _half(cores[: plan.split], ids // right_rows, plan, 0)
-    right = _half(cores[plan.split :], ids % right_rows, plan, 1) if plan.split < len(cores) else None
-    rows = left if right is None else torch.bmm(left, right)
-    rows = rows.reshape(ids.numel(), math.prod(shape.col_modes))[:, : shape.cols]
-    if shape.zero_row >= 0:
-        rows = torch.where((ids != shape.zero_row).unsqueeze(1), rows, rows.new_zeros(()))
-    return rows
-
-
-def _half(cores: Sequence[torch.Tensor], indices: torch.Tensor, plan: LookupPlan, half: int) -> torch.Tensor:
-    """Product of neighbouring cores at each index: ``[n, columns, rank]`` (first half) or ``[n, rank, columns]``."""
-    needed, inverse = torch.unique(indices, return_inverse=True)
-    if plan.uses_table(needed.numel(), half):
-        values, position = _table(cores), indices
+    left, right = _halves(packed, ids, plan)
+    grad = F.pad(_masked(grad, ids, shape), [0, math.prod(shape.col_modes) - shape.cols])
+    if right is None:
+        grads = half_gradients(left, cores, _added(grad, left))
     else:
-        values, position = _gathered(cores, needed), inverse
-    rank = cores[-1].shape[-1] if half == 0 else cores[0].shape[0]
-    size = (-1, rank) if half == 0 else (rank, -1)
-    if values.shape[0] == 0:
-        return values.reshape(0, *(math.prod(values.shape[1:]) // rank if s < 0 else s for s in size))
-    return values.index_select(0, position).reshape(indices.numel(), *size)
+        a, b = _at(left, 0), _at(right, 1)
+        grad = grad.reshape(ids.numel(), a.shape[1], b.shape[2])
+        first = half_gradients(left, cores[: plan.split], _added(torch.bmm(grad, b.transpose(1, 2)), left))
+        second = half_gradients(right, cores[plan.split :], _added(torch.bmm(a.transpose(1, 2), grad), right))
+        grads = first + second
+    # core = scale * stored, so the stored core's gradient is scale times the core's.
+    return torch.cat([g.reshape(-1) for g in grads]) * shape.scale
 
 
-def _table(cores: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All indices: ``[rows, left rank, columns, right rank]``."""
-    merged = cores[0]
-    for core in cores[1:]:
-        merged = merge_pair(merged, core)
-    return merged.permute(1, 0, 2, 3).contiguous()
+def _halves(packed: torch.Tensor, ids: torch.Tensor, plan: LookupPlan) -> tuple[Half, Half | None]:
+    cores = cores_of(packed, plan.shape)
+    below = math.prod(plan.shape.row_modes[plan.split :])
+    left = _half(cores[: plan.split], ids // below, plan, 0)
+    return left, _half(cores[plan.split :], ids % below, plan, 1) if plan.split < len(cores) else None
 
 
-def _gathered(cores: Sequence[torch.Tensor], indices: torch.Tensor) -> torch.Tensor:
-    """Only the given indices: ``[n, left rank, columns, right rank]``."""
-    digits = _digits(indices, [core.shape[1] for core in cores])
-    count, left = indices.numel(), cores[0].shape[0]
-    product = cores[0].index_select(1, digits[0]).permute(1, 0, 2, 3).reshape(count, -1, cores[0].shape[3])
-    columns = cores[0].shape[2]
-    for core, digit in zip(cores[1:], digits[1:], strict=True):
-        rank, _, e, following = core.shape
-        piece = core.index_select(1, digit).permute(1, 0, 2, 3).reshape(count, rank, e * following)
-        product = torch.bmm(product, piece).reshape(count, left * columns * e, following)
-        columns *= e
-    return product.reshape(count, left, columns, cores[-1].shape[3])
+def _half(cores: Sequence[torch.Tensor], indices: torch.Tensor, plan: LookupPlan, half: int) -> Half:
+    needed = torch.unique(indices).numel()
+    return table_half(cores, indices) if plan.uses_table(needed, half) else gathered_half(cores, indices)
 
 
-def _digits(indices: torch.Tensor, modes: Sequence[int]) -> list[torch.Tensor]:
-    digits = []
-    for mode in reversed(modes):
-        digits.append(indices % mode)
-        indices = indices // mode
-    return digits[::-1]
+def _at(half: Half, side: int) -> torch.Tensor:
+    """The half at each id: ``[ids, columns, rank]`` (side 0) or ``[ids, rank, columns]`` (side 1)."""
+    n, left, columns, right = half.values.shape
+    flat = half.values.reshape(n, left * columns * right).index_select(0, half.position)
+    return flat.reshape(-1, left * columns, right) if side == 0 else flat.reshape(-1, left, columns * right)
+
+
+def _added(grad: torch.Tensor, half: Half) -> torch.Tensor:
+    """Adjoint of ``_at``: gradients of ids that share a value of the half are added."""
+    n = half.values.shape[0]
+    total = grad.new_zeros(n, math.prod(half.values.shape[1:]))
+    return total.index_add_(0, half.position, grad.reshape(half.position.numel(), -1)).reshape(half.values.shape)
+
+
+def _masked(rows: torch.Tensor, ids: torch.Tensor, shape: TTShape) -> torch.Tensor:
+    """The padding row is zero and passes no gradient."""
+    if shape.zero_row < 0:
+        return rows
+    return torch.where((ids != shape.zero_row).unsqueeze(1), rows, rows.new_zeros(()))

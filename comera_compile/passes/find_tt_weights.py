@@ -1,7 +1,7 @@
 """Pass 1: find marker ops and tag every node that uses one in a way for which there are planned contractions.
 
-Known uses: linear, matmul/mm/addmm with the weight or its transpose as second factor, embedding. Any other use keeps the
-marker, which rebuilds the dense matrix: right, only slower, and counted in the report.
+Known uses: linear, matmul/mm/addmm with the weight or its transpose as second factor, embedding. Any other use keeps
+the marker, which rebuilds the dense matrix: right, only slower, and counted in the report.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _is_transpose(node: fx.Node, weight: fx.Node) -> bool:
     given = node.args[1:] or tuple(node.kwargs.values())
     flat = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
     dims = tuple(d % 2 for d in flat if isinstance(d, int))
-    return not dims or sorted(dims) == [0, 1] and (name != "permute" or dims == (1, 0))
+    return not dims or (sorted(dims) == [0, 1] and (name != "permute" or dims == (1, 0)))
 
 
 def _refuse_writes(node: fx.Node) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
-from comera_compile.planning.cost import CUDA_MODEL, DeviceModel, cpu_model, plan_cost
+from comera_compile.planning.cost import CUDA_MODEL, Cost, cost_by_rows, cpu_model
 from comera_compile.planning.linear_plan import LinearPlan, Side, candidates
 from comera_compile.tt.shape import TTShape
 
@@ -29,19 +29,21 @@ def plans_by_rows(
 ) -> tuple[RowRange, ...]:
     """Ranges of rows, ascending, each with its cheapest plan.
 
-    torch stops compiling after eight variants of a function, so there are at most three ranges. ``shape.scale`` plays no
-    part; callers pass it as 1.0 so that layers share an entry.
+    torch stops compiling after eight variants of a function, so there are at most three ranges. ``shape.scale`` plays
+    no part; callers pass it as 1.0 so that layers share an entry.
     """
     device = CUDA_MODEL if device_type == "cuda" else cpu_model(threads)
     multiple = CPU_BOND_MULTIPLE if device_type == "cpu" else 1
     plans = candidates(shape, contracts, multiple)
+    costs = {plan: cost_by_rows(plan, device, itemsize, training=training) for plan in plans}
 
+    @cache
     def best(rows: int) -> LinearPlan:
-        return min(plans, key=lambda p: plan_cost(p, rows, device, itemsize, training=training).seconds)
+        return min(plans, key=lambda plan: costs[plan](rows).seconds)
 
     ranges = _ranges(best)
     while len(ranges) > _MAX_RANGES:
-        ranges = _without_cheapest_loss(ranges, device, itemsize, training)
+        ranges = _without_cheapest_loss(ranges, costs)
     return tuple(ranges)
 
 
@@ -66,15 +68,13 @@ def _crossover(best: Callable[[int], LinearPlan], low: int, high: int, plan: Lin
     return low
 
 
-def _without_cheapest_loss(
-    ranges: list[RowRange], device: DeviceModel, itemsize: int, training: bool
-) -> list[RowRange]:
+def _without_cheapest_loss(ranges: list[RowRange], costs: Mapping[LinearPlan, Callable[[int], Cost]]) -> list[RowRange]:
     """Merge the two neighbouring ranges whose merging costs least, judged at the upper end of the lower one."""
 
     def loss(k: int) -> float:
         rows = ranges[k].up_to or _LARGEST_ROWS
-        pair = [plan_cost(r.plan, rows, device, itemsize, training=training).seconds for r in ranges[k : k + 2]]
-        return pair[1] / pair[0]
+        kept, dropped = costs[ranges[k + 1].plan](rows), costs[ranges[k].plan](rows)
+        return kept.seconds / dropped.seconds
 
     k = min(range(len(ranges) - 1), key=loss)
     return ranges[:k] + ranges[k + 1 :]

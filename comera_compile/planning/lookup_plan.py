@@ -1,9 +1,9 @@
 """How rows of a tensor-train-matrix embedding table are looked up.
 
-Ids are made unique first. The cores are cut into two halves; each unique half index is computed once, either by gathering
-the core slices it needs (few of them) or as the table of all (many: one large product instead of many small ones), and
-one batched product joins the halves of every unique id. This is CoMERA's lookup (section 4.1) with the choice of gather
-or table added; how many are few is only known once the ids are, so the choice is made when it runs.
+Ids are made unique first. The cores are cut into two halves; each unique half index is computed once, either by
+gathering the core slices it needs (few of them) or as the table of all (many: one large product instead of many small
+ones), and one batched product joins the halves of every unique id. This is CoMERA's lookup (section 4.1) with the
+choice of gather or table added; how many are few is only known once the ids are, so the choice is made when it runs.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from comera_compile.planning.step import Axes, Sizes, Step, Tensor
 def merge_steps(group: Sequence[Tensor], name: str, axes: Axes, sizes: Sizes) -> tuple[Tensor, list[Step]]:
     """Steps that merge ``group`` into one tensor ``name`` with the given axis order.
 
-    opt_einsum's exhaustive search finds the order of fewest FLOPs (a half has few cores); the released CoMERA code merges
-    the right half in prefix order, which costs 25-32 % more. A single core is returned as it is.
+    opt_einsum's exhaustive search finds the order of fewest FLOPs (a half has few cores); the released CoMERA code
+    merges the right half in prefix order, which costs 25-32 % more. A single core is returned as it is.
     """
     if len(group) == 1:
         return group[0], []

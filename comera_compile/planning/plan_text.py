@@ -41,7 +41,7 @@ def _all(program: Program) -> tuple[Step, ...]:
 
 
 def _lines(steps: tuple[Step, ...], sizes: dict[str, int]) -> list[str]:
-    return [f"    {str(s):<56}{s.flops(sizes) / 1e6:>12,.3f} MFLOP" for s in steps]
+    return [f"    {s!s:<56}{s.flops(sizes) / 1e6:>12,.3f} MFLOP" for s in steps]
 
 
 def _sizes(sizes: dict[str, int]) -> str:

@@ -1,7 +1,7 @@
-"""A straight line of pairwise steps with its backward: forward steps, gradient steps and the tensors saved between them.
+"""A straight line of pairwise steps with its backward: forward steps, gradient steps, tensors saved between them.
 
-Forward and backward are one object. Each step has two adjoint steps; the backward is those adjoints in reverse, cut down
-to the inputs whose gradients are asked for, and the saved set is what these adjoints read of the forward.
+Forward and backward are one object. Each step has two adjoint steps; the backward is those adjoints in reverse, cut
+down to the inputs whose gradients are asked for, and the saved set is what these adjoints read of the forward.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ class Program:
 
     def backward(self, wanted: Iterable[str]) -> tuple[Step, ...]:
         """Gradient steps, in order, for the inputs named in ``wanted``."""
-        moving = set(wanted)
-        for name in tuple(moving):
-            moving |= nx.descendants(self.graph, name)
+        moving = {name for layer in nx.bfs_layers(self.graph, list(wanted)) for name in layer}
         steps: list[Step] = []
         for step in reversed(self.steps):
             for operand, adjoint in zip((step.left, step.right), step.adjoints(), strict=True):

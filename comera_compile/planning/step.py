@@ -1,8 +1,8 @@
 """One pairwise contraction over named axes, its two adjoints, and how it becomes a single matrix product.
 
-An axis is a short name: ``t`` rows (batch x sequence), ``l`` layers of equal shape that are contracted together, and the
-modes and ranks of the cores. A step sums over every axis that both operands have and the result lacks; axes that all
-three have are batch axes. This is `einsum` restricted to two operands, which is all a compiled graph ever contains here.
+An axis is a short name: ``t`` rows (batch x sequence), ``l`` layers of equal shape that are contracted together, and
+the modes and ranks of the cores. A step sums over every axis that both operands have and the result lacks; axes that
+all three have are batch axes. This is `einsum` restricted to two operands, which is all that a compiled graph holds.
 """
 
 from __future__ import annotations
@@ -94,19 +94,28 @@ class Step:
         """Floating-point operations: two a multiply-add."""
         return 2 * math.prod(sizes[a] for a in {*self.left.axes, *self.right.axes})
 
+    @cached_property
+    def groups(self) -> tuple[Axes, Axes, Axes, Axes]:
+        """Axes of the matrix product: batch, rows, columns, summed."""
+        first, second = (self.right, self.left) if self.swapped else (self.left, self.right)
+        return self.batch, self.free(first), self.free(second), self.summed
+
+    @cached_property
+    def copied(self) -> tuple[Tensor, ...]:
+        """Tensors that have to be copied into another order before or after the product."""
+        first, second = (self.right, self.left) if self.swapped else (self.left, self.right)
+        forms = ((first, self.form(first, rows_first=True)), (second, self.form(second, rows_first=False)))
+        before = tuple(operand for operand, form in forms if form.copies)
+        return before + ((self.out,) if self.out.axes != self.product_axes else ())
+
     def matmul_sizes(self, sizes: Sizes) -> tuple[int, int, int, int]:
         """``(batch, m, n, k)`` of the matrix product."""
-        first, second = (self.right, self.left) if self.swapped else (self.left, self.right)
-        groups = (self.batch, self.free(first), self.free(second), self.summed)
-        batch, m, n, k = (math.prod(sizes[a] for a in axes) for axes in groups)
+        batch, m, n, k = (math.prod(sizes[a] for a in axes) for axes in self.groups)
         return batch, m, n, k
 
     def copied_numel(self, sizes: Sizes) -> int:
         """Elements that have to be copied into another order before or after the product."""
-        first, second = (self.right, self.left) if self.swapped else (self.left, self.right)
-        forms = ((first, self.form(first, rows_first=True)), (second, self.form(second, rows_first=False)))
-        copied = sum(operand.numel(sizes) for operand, form in forms if form.copies)
-        return copied + (self.out.numel(sizes) if self.out.axes != self.product_axes else 0)
+        return sum(tensor.numel(sizes) for tensor in self.copied)
 
     def __str__(self) -> str:
         return f"{self.out} = {self.left} . {self.right}"

@@ -18,7 +18,7 @@ _OVERSAMPLE = 16
 _POWER_STEPS = 4
 _FILL_SWEEPS = 16
 _OVERSHOOT = 1.5  # over-relaxation: hidden entries settle linearly, this about squares the rate
-_BEYOND_MENDING = 0.5  # hidden zeros spoil a weight of these ranks by far less than this
+BEYOND_MENDING = 0.5  # hidden zeros spoil a weight of these ranks by far less than this
 _WORTH_A_SWEEP = 0.9  # a sweep that leaves more than this of the error is the last
 
 
@@ -81,15 +81,15 @@ def decompose(weight: Tensor, shape: TTShape, *, tolerance: float | None = None)
 
 def _fit(weight: Tensor, shape: TTShape) -> tuple[Tensor, list[Tensor]]:
     """The weight padded to the mode products, its hidden entries filled to suit the ranks, and its cores."""
-    rows, cols = math.prod(shape.row_modes), math.prod(shape.col_modes)
-    filled = torch.nn.functional.pad(weight, (0, cols - shape.cols, 0, rows - shape.rows))
+    filled = _pad(weight, shape)
     cores = _truncate(_to_tensor(filled, shape), shape.ranks)
-    if not shape.padded and shape.zero_row < 0:
+    if not has_hidden(shape):
         return filled, cores
+    rows, cols = filled.shape
     whole, hidden = replace(shape, rows=rows, cols=cols, zero_row=-1), _hidden(filled, shape)
     change = _dense(cores, whole) - filled
     error = float(torch.linalg.vector_norm(change[~hidden]))
-    if error > _BEYOND_MENDING * float(torch.linalg.vector_norm(filled)):
+    if error > BEYOND_MENDING * float(torch.linalg.vector_norm(filled)):
         return filled, cores
     for _ in range(_FILL_SWEEPS):
         attempt = filled + torch.where(hidden, _OVERSHOOT * change, 0)
@@ -101,6 +101,22 @@ def _fit(weight: Tensor, shape: TTShape) -> tuple[Tensor, list[Tensor]]:
         if error > _WORTH_A_SWEEP * before:
             break
     return filled, cores
+
+
+def has_hidden(shape: TTShape) -> bool:
+    """Whether some entries of the tensor train never show in the dense weight."""
+    return shape.padded or shape.zero_row >= 0
+
+
+def unfolding(weight: Tensor, shape: TTShape, place: int) -> Tensor:
+    """The zero-padded weight as the matrix whose rank is rank number ``place`` of ``shape``."""
+    return _to_tensor(_pad(weight, shape), shape).reshape(math.prod(shape.modes[:place]), -1)
+
+
+def _pad(weight: Tensor, shape: TTShape) -> Tensor:
+    """The weight with zero rows and columns up to the mode products."""
+    rows, cols = math.prod(shape.row_modes), math.prod(shape.col_modes)
+    return torch.nn.functional.pad(weight, (0, cols - shape.cols, 0, rows - shape.rows))
 
 
 def _hidden(filled: Tensor, shape: TTShape) -> Tensor:

@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from comera_compile.errors import WeightError
-from comera_compile.tt.decompose import decompose
+from comera_compile.tt.decompose import BEYOND_MENDING, decompose, has_hidden, unfolding
 from comera_compile.tt.initialize import core_rms, draw_packed, stored_scale
 from comera_compile.tt.packing import pack
 from comera_compile.tt.shape import TTShape
-from comera_compile.tt.spectrum import Spectrum, looks_random
+from comera_compile.tt.spectrum import Spectrum, energy_kept, looks_random
 
 Init = Literal["auto", "svd", "random"]
 
 _SEED_BYTES = 65536
-_SURELY_WORSE = 2.0  # the sketch sees a little less energy than there is: reject without SVD only well above max_error
 _SKETCH_FLOOR = 1e-3  # smallest error that a float32 sketch can tell from none
 
 
@@ -77,7 +76,7 @@ def encode(
     # The first forward of a compiled model may run under autocast: the decision must not.
     with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
         _check(weight, shape, name)
-        return _decide(weight.detach(), shape, init, max_error, tolerance)
+        return _decide(weight.detach().contiguous(), shape, init, max_error, tolerance)
 
 
 def _decide(weight: Tensor, shape: TTShape, init: Init, max_error: float, tolerance: float | None) -> Encoded:
@@ -87,10 +86,12 @@ def _decide(weight: Tensor, shape: TTShape, init: Init, max_error: float, tolera
     spectrum = looks_random(weight, _matrix_rank(shape))
     if init == "random" or std == 0 or (init == "auto" and spectrum.random):
         return _draw(weight, shape, std, spectrum)
-    estimate = math.sqrt(max(0.0, 1 - spectrum.kept))
-    hopeless = estimate > _SURELY_WORSE * max_error + _SKETCH_FLOOR
-    if init == "auto" and shape.format == "tt" and spectrum.rank == shape.bond and hopeless:
-        return _leave_dense(shape, spectrum, estimate, max_error)
+    if init == "auto":
+        estimate = _estimate_error(weight, shape)
+        # The sketch sees a little less energy than there is, and hidden entries can still be filled to suit.
+        surely_worse = max(2 * max_error + _SKETCH_FLOOR, BEYOND_MENDING if has_hidden(shape) else 0.0)
+        if estimate > surely_worse:
+            return _leave_dense(shape, spectrum, estimate, max_error)
     return _decompose(weight, shape, std, spectrum, max_error if init == "auto" else None, tolerance)
 
 
@@ -105,20 +106,25 @@ def _check(weight: Tensor, shape: TTShape, name: str) -> None:
 
 
 def _rms(weight: Tensor, shape: TTShape) -> float:
-    """Root mean square of the entries outside the zero row: the standard deviation of a weight of mean zero."""
+    """Root mean square of the entries outside the zero row: the standard deviation of a weight of mean zero.
+
+    To six digits, so that the order of summation, hence the number of threads, cannot show in drawn cores.
+    """
     rows = shape.rows - (shape.zero_row >= 0)
-    largest = float(weight.abs().amax())
-    if largest == 0 or rows == 0:
-        return 0.0
-    norm = torch.linalg.vector_norm(
-        weight / largest, dtype=torch.float64 if weight.dtype == torch.float64 else torch.float32
-    )
-    return largest * float(norm) / math.sqrt(rows * shape.cols)
+    norm = float(torch.linalg.vector_norm(weight, dtype=torch.float64))
+    return float(f"{norm / math.sqrt(max(1, rows) * shape.cols):.6g}")
 
 
 def _matrix_rank(shape: TTShape) -> int:
     """Number of leading directions of the dense matrix worth looking at: exactly the cap of its rank for ``tt``."""
     return shape.bond if shape.format == "tt" else max(shape.ranks)
+
+
+def _estimate_error(weight: Tensor, shape: TTShape) -> float:
+    """What the middle rank alone loses, from a sketch: spares most trained weights a decomposition that is refused."""
+    place = len(shape.row_modes) if shape.format == "tt" else len(shape.row_modes) // 2
+    middle = unfolding(weight, shape, place)
+    return math.sqrt(max(0.0, 1 - energy_kept(middle, shape.ranks[place])))
 
 
 def _draw(weight: Tensor, shape: TTShape, std: float, spectrum: Spectrum) -> Encoded:

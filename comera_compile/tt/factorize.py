@@ -14,7 +14,7 @@ Rank = int | float | Sequence[int]
 Modes = tuple[Sequence[int], Sequence[int]]
 
 MAX_ORDER = 6
-_MAX_PADDING = 0.06  # padded rows cost work in the merged half and nothing in parameters
+_MAX_PADDING = 0.065  # padded rows cost work in the merged half and nothing in parameters
 _EXACT_IS_FINE = 1.25  # an exact factorization is kept up to this many times the smallest conceivable sum of modes
 _WIDEST_SEARCH = 0.7  # padded factors smaller than this times the geometric mean are never better balanced
 _RANKS_ALLOWED = "an int of at least 1, a fraction strictly between 0 and 1, or a list of inner ranks of at least 1"
@@ -26,7 +26,7 @@ def choose_modes(size: int, order: int) -> tuple[int, ...]:
 
     The parameters of a tensor train of given ranks grow with the *sum* of its modes, so that is what is kept small.
     An exact factorization wins whenever its sum is within 25 % of the smallest conceivable one,
-    ``order * size ** (1 / order)``; else a padded one may win, with at most 6 % padding. Modes that are multiples of 8
+    ``order * size ** (1 / order)``; else a padded one may win, with at most 6.5 % padding. Multiples of 8
     are slightly preferred, which makes splitting a token id into its digits cheap. Sizes that have no ``order``
     factors of at least 2 within that padding get leading ones, so every positive size has modes.
 

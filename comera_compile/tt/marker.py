@@ -1,7 +1,7 @@
 """The marker op ``comera::tt_weight``: the dense meaning of a packed weight, and what graph passes look for.
 
-Eager code that reads ``module.weight`` gets this op's result, so code that nobody foresaw stays right, only slower. In a
-traced graph the passes replace it, together with its known uses, by planned contractions.
+Eager code that reads ``module.weight`` gets this op's result, so code that nobody foresaw stays right, only slower.
+In a traced graph the passes replace it, together with its known uses, by planned contractions.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
 def tt_weight_backward(packed: torch.Tensor, grad: torch.Tensor, layout: str) -> torch.Tensor:
     """Gradient of the packed vector from the gradient of the dense ``(rows, cols)`` matrix."""
     # The body of a custom op runs below autograd; torch.func brings its own differentiation.
-    _, pullback = torch.func.vjp(lambda p: to_dense(p, decode(layout)), packed.detach())
+    pullback = torch.func.vjp(lambda p: to_dense(p, decode(layout)), packed.detach())[1]
     gradient: torch.Tensor = pullback(grad)[0]
     return gradient.contiguous()
 

@@ -60,7 +60,8 @@ class TTShape:
             raise ShapeError(f"ttm needs as many row modes as col modes, got {self.row_modes} and {self.col_modes}")
         expected = len(self.row_modes) + 1 + (len(self.col_modes) if self.format == "tt" else 0)
         if len(self.ranks) != expected:
-            raise ShapeError(f"ranks {self.ranks} must have length {expected} for modes {self.row_modes}, {self.col_modes}")
+            both = f"{self.row_modes}, {self.col_modes}"
+            raise ShapeError(f"ranks {self.ranks} must have length {expected} for modes {both}")
         if self.ranks[0] != 1 or self.ranks[-1] != 1 or any(r < 1 for r in self.ranks):
             raise ShapeError(f"ranks {self.ranks} must be positive and begin and end with 1")
 
@@ -122,7 +123,7 @@ class TTShape:
         row_modes, col_modes, ranks = (tuple(int(n) for n in part.split("x")) for part in parts)
         if form not in _FORMATS:
             raise ShapeError(f"format must be one of {_FORMATS}, got {form!r}")
-        return TTShape(form, rows, cols, row_modes, col_modes, ranks, float(scale), int(zero_row))  # type: ignore[arg-type]
+        return TTShape(form, rows, cols, row_modes, col_modes, ranks, float(scale), int(zero_row))
 
     def to_tensor(self) -> torch.Tensor:
         """The layout as one int64 vector, which a checkpoint keeps beside the packed weight."""

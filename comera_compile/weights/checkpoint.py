@@ -1,8 +1,8 @@
 """Checkpoints across forms: packed ones into models that are still dense, dense ones out of packed models.
 
-A model that was compiled but not yet called is still dense, so loading a packed checkpoint must convert it first. Nothing
-but ``load_state_dict`` itself sees that moment, hence it is wrapped: state dicts without a packed layout pass straight
-through.
+A model that was compiled but not yet called is still dense, so loading a packed checkpoint must convert it first.
+Nothing but ``load_state_dict`` itself sees that moment, hence it is wrapped: state dicts without a packed layout pass
+straight through.
 """
 
 from __future__ import annotations

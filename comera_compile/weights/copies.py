@@ -1,7 +1,8 @@
 """Averaged copies of a model made before its weights were packed (EMA): they have to change shape with it.
 
 An ``AveragedModel`` follows the parameters it averages. So does a frozen copy whose values are bit-equal to the trained
-weight at the moment of conversion: that is what a hand-written EMA or a target network looks like before the first step.
+weight at the moment of conversion: that is what a hand-written EMA or a target network looks like before the first
+step.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def copies_of(targets: Sequence[Named], modules: Iterable[nn.Module]) -> Iterato
     modules = list(modules)
     seen = {id(p) for _, p in targets}
     averaged = [m for m in modules if isinstance(m, AveragedModel)]
-    for module in averaged:
-        yield from _averages(targets, module, seen)
+    for average in averaged:
+        yield from _averages(targets, average, seen)
     by_shape: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
     for k, (_, p) in enumerate(targets):
         by_shape.setdefault((p.shape, p.dtype), []).append(k)

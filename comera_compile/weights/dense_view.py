@@ -1,7 +1,7 @@
-"""What eager code gets when it reads ``module.weight`` of a packed weight: the dense matrix, with writes carried through.
+"""What eager code gets when it reads ``module.weight`` of a packed weight: the dense matrix, writes carried through.
 
-A plain copy of the dense matrix would swallow ``nn.init.normal_(layer.weight)`` without a word. This subclass watches the
-version counter of everything that shares its storage; after a write the matrix is put back into the cores, or, if
+A plain copy of the dense matrix would swallow ``nn.init.normal_(layer.weight)`` without a word. This subclass watches
+the version counter of everything that shares its storage; after a write the matrix is put back into the cores, or, if
 they cannot hold it, the write is refused and the cores stay as they were.
 """
 
@@ -22,8 +22,8 @@ _FLAG_SET = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
 def dense_view(packed: torch.Tensor, layout: str) -> torch.Tensor:
-    """Dense ``(rows, cols)`` matrix of ``packed`` with its autograd history; in-place writes reach ``packed`` or raise."""
-    view: DenseView = tt_weight(packed, layout).as_subclass(DenseView)  # type: ignore[assignment]
+    """Dense ``(rows, cols)`` matrix of ``packed`` with its autograd history; writes to it reach ``packed`` or raise."""
+    view: DenseView = tt_weight(packed, layout).as_subclass(DenseView)
     view._link = _Link(packed, layout, view)
     return view
 
@@ -114,7 +114,7 @@ def _linked(result: Any, views: Sequence[DenseView]) -> Any:
         address = result.untyped_storage().data_ptr()
         for view in views:
             if result.device.type != "meta" and address and view.untyped_storage().data_ptr() == address:
-                linked_view: DenseView = result.as_subclass(DenseView)  # type: ignore[assignment]
+                linked_view: DenseView = result.as_subclass(DenseView)
                 linked_view._link = view._link
                 return linked_view
     return result

@@ -64,7 +64,7 @@ def take_entry(
     elif value.shape == (shape.rows, shape.cols):
         return _from_dense(value, name, shape, parameter, policy)
     expected = f"a dense {shape.rows}x{shape.cols} matrix or a packed vector with its layout '{name}{LAYOUT_SUFFIX}'"
-    raise ShapeError(f"{name}: expected {expected}, got shape {tuple(value.shape)}; load a checkpoint of the same model")
+    raise ShapeError(f"{name}: expected {expected}, got {tuple(value.shape)}; load a checkpoint of the same model")
 
 
 def _from_dense(

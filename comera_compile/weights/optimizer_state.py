@@ -1,7 +1,7 @@
 """Optimizer state that an earlier form of a weight left behind: dropped at the next step, with a warning.
 
-AdamW's dense moments would stop ``step()`` with a shape error once their parameter is packed. State that already has the
-packed size, as after ``optimizer.load_state_dict`` of a resumed run, is kept.
+AdamW's dense moments would stop ``step()`` with a shape error once their parameter is packed. State that already has
+the packed size, as after ``optimizer.load_state_dict`` of a resumed run, is kept.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Who holds a Parameter: every live module with it among its own parameters, wherever it is.
 
-A weight may be tied to a module outside the compiled one. All of them must learn that it is packed now, so they are looked
-up among all live objects rather than under the compiled root.
+A weight may be tied to a module outside the compiled one. All of them must learn that it is packed now, so they are
+looked up among all live objects rather than under the compiled root.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Put packed data into a Parameter and back, in place: the object stays the same, its owners learn what it means now."""
+"""Put packed data into a Parameter and back, in place: the object stays the same, its owners learn what it means."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_movable(named: Iterable[tuple[str, torch.Tensor]], modules: Iterable[n
         if torch_private.has_live_graph(parameter):
             raise PlacementError(
                 f"{name} is part of an autograd graph that is still alive (an eager loss or output computed before the "
-                "first compiled call, or a wrapper such as DDP): expected no such graph while the weight changes shape. "
+                "first compiled call, or a wrapper such as DDP): expected none while the weight changes shape. "
                 "Delete that loss or run its backward first, or call comera.tensorize(model) before the first forward"
             )
 

@@ -1,9 +1,9 @@
 """A module whose parameter is a packed tensor-train weight: same Parameter object, swapped class, dense meaning kept.
 
-``install`` swaps the module's class for a subclass in which the parameter's name is a property. Reading ``module.weight``
-gives the dense matrix (in a compiled graph the marker op, which the passes replace), while ``module._parameters`` holds
-the packed vector, which is what optimizers and ``state_dict`` see. The subclass is cached, so equal modules share a type
-and Dynamo's type guards hold; the layout is per instance.
+``install`` swaps the module's class for a subclass in which the parameter's name is a property. Reading
+``module.weight`` gives the dense matrix (in a compiled graph the marker op, which the passes replace), while
+``module._parameters`` holds the packed vector, which is what optimizers and ``state_dict`` see. The subclass is
+cached, so equal modules share a type and Dynamo's type guards hold; the layout is per instance.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from comera_compile.errors import ShapeError
 from comera_compile.tt.marker import decode, tt_weight
 from comera_compile.tt.shape import TTShape
-from comera_compile.errors import ShapeError
 from comera_compile.weights.dense_view import dense_view
 from comera_compile.weights.entries import LAYOUT_SUFFIX, LoadPolicy, take_entry
 
@@ -91,10 +91,11 @@ def _weight_property(key: str) -> property:
         packed = self._parameters[key]
         if packed is None or packed.dim() != 1:  # somebody registered another parameter under this name
             return packed
-        layout = self._comera_layouts[key]
+        layouts: Any = self._comera_layouts
         if torch.compiler.is_compiling():
-            return tt_weight(packed, layout)
-        return dense_view(packed, layout)
+            traced: torch.Tensor = tt_weight(packed, layouts[key])
+            return traced
+        return dense_view(packed, layouts[key])
 
     return property(dense_weight, doc="The dense matrix of the packed parameter of this name.")
 
@@ -102,12 +103,12 @@ def _weight_property(key: str) -> property:
 def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
     """Pickle and deepcopy by the original class, which can be imported; the swap is redone on loading."""
     state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
-    return rebuild_module, (base_class(self), type(self)._comera_keys), state
+    return rebuild_module, (base_class(self), self._comera_keys), state
 
 
 def rebuild_module(base: type, keys: tuple[str, ...]) -> nn.Module:
     """An empty module of the swapped class: what pickle calls before it restores the state."""
-    module: nn.Module = base.__new__(base)
+    module: nn.Module = object.__new__(base)
     object.__setattr__(module, "__class__", _classes.setdefault((base, keys), _make_class(base, keys)))
     return module
 
