@@ -19,7 +19,7 @@ from comera_compile.memory_policy import keep_freed_memory
 from comera_compile.options import Options
 from comera_compile.plan_record import record_plans
 from comera_compile.tensorize import convert, summary
-from comera_compile.version import VERSION
+from comera_compile.version import code_fingerprint
 from comera_compile.weights.checkpoint import accept_packed_checkpoints
 
 _log = logging.getLogger("comera_compile")
@@ -95,7 +95,7 @@ def compile_graph(
 
 def _patches(options: Options) -> dict[str, Any]:
     """Inductor config for this compilation."""
-    patches: dict[str, Any] = torch_private.cacheable(pipeline.graph_functions(), VERSION)
+    patches: dict[str, Any] = torch_private.cacheable(pipeline.graph_functions(), code_fingerprint())
     if options.cudagraphs:
         patches["triton.cudagraphs"] = True
     return patches | dict(options.inner_options)

@@ -140,7 +140,7 @@ def compile_recording(
 ) -> Compiled:
     """Run a graph through AOTAutograd as Inductor would, show both graphs, and execute them operation by operation."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def recorder(show: Callable[[fx.GraphModule], None]) -> Callable[[fx.GraphModule, Sequence[Any]], Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from comera_compile.codegen.lookup_half import Half, gathered_half, half_gradients, table_half
+from comera_compile.codegen.lookup_half import Half, gathered_half, half_gradients, sum_rows, table_half
 from comera_compile.planning.lookup_plan import LookupPlan
 from comera_compile.tt.packing import cores_of
 from comera_compile.tt.shape import TTShape
@@ -46,8 +46,7 @@ def ttm_lookup_backward(packed: torch.Tensor, ids: torch.Tensor, grad: torch.Ten
     if ids.numel() == 0:
         return torch.zeros_like(packed)
     unique, inverse = torch.unique(ids.reshape(-1), return_inverse=True)
-    summed = grad.new_zeros([unique.numel(), plan.shape.cols])
-    summed.index_add_(0, inverse, grad.reshape(-1, plan.shape.cols))
+    summed = sum_rows(grad.reshape(-1, plan.shape.cols), inverse, unique.numel())
     return _unique_gradient(packed, unique, summed.to(packed.dtype), plan)
 
 
@@ -123,8 +122,7 @@ def _at(half: Half, side: int) -> torch.Tensor:
 def _added(grad: torch.Tensor, half: Half) -> torch.Tensor:
     """Adjoint of ``_at``: gradients of ids that share a value of the half are added."""
     n = half.values.shape[0]
-    total = grad.new_zeros(n, math.prod(half.values.shape[1:]))
-    return total.index_add_(0, half.position, grad.reshape(half.position.numel(), -1)).reshape(half.values.shape)
+    return sum_rows(grad.reshape(half.position.numel(), -1), half.position, n).reshape(half.values.shape)
 
 
 def _masked(rows: torch.Tensor, ids: torch.Tensor, shape: TTShape) -> torch.Tensor:

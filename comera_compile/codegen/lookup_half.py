@@ -99,8 +99,17 @@ def _slices(core: Tensor, digit: Tensor) -> Tensor:
 def _scatter(grad: Tensor, digit: Tensor, core: Tensor) -> Tensor:
     """Adjoint of ``_slices``: sums of equal digits."""
     r, v, e, following = core.shape
-    total = grad.new_zeros(v, r * e * following).index_add_(0, digit, grad.reshape(digit.numel(), -1))
+    total = sum_rows(grad.reshape(digit.numel(), -1), digit, v)
     return total.reshape(v, r, e, following).transpose(0, 1)
+
+
+def sum_rows(rows: Tensor, position: Tensor, count: int) -> Tensor:
+    """``[count, width]``: sums of the rows of equal position.
+
+    The gradient of an embedding lookup is this very sum, and runs in parallel; ``index_add_`` adds row by row.
+    """
+    total: Tensor = torch.ops.aten.embedding_dense_backward(rows.contiguous(), position, count, -1, False)
+    return total
 
 
 def _digits(indices: Tensor, modes: Sequence[int]) -> list[Tensor]:

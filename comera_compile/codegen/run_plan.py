@@ -44,14 +44,13 @@ def apply_operands(
 
     ``bias`` has the width of ``y`` or is None.
     """
-    plan = LinearPlan.decode(plan_text)
     dtype = _compute_dtype(x, operands)
+    bias = None if bias is None else bias.to(dtype)
     with torch.autocast(x.device.type, enabled=False):
-        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).to(dtype)
         y: torch.Tensor = ApplyOperands.apply(  # type: ignore[no-untyped-call]
-            plan_text, rows, None if bias is None else bias.to(dtype), *(o.to(dtype) for o in operands)
+            plan_text, x.to(dtype), bias, *(o.to(dtype) for o in operands)
         )
-        return y.reshape([*x.shape[:-1], _width(plan)])
+    return y
 
 
 class MergeCores(torch.autograd.Function):
@@ -95,17 +94,20 @@ class ApplyOperands(torch.autograd.Function):
     def forward(
         ctx: Any, plan_text: str, x: torch.Tensor, bias: torch.Tensor | None, *operands: torch.Tensor
     ) -> torch.Tensor:
-        """``x``: ``[rows, width]``; returns ``[rows, other width]``. Inductor fuses the bias with whatever follows."""
+        """``x``: ``[..., width]``; returns ``[..., other width]``."""
         plan = LinearPlan.decode(plan_text)
         program = plan.apply
+        rows = math.prod(x.shape[:-1])
         values = dict(zip(program.input_names, (x, *operands), strict=True))
-        _run(program.steps, values, {**plan.operand_sizes, "t": x.shape[0]})
-        ctx.plan_text, ctx.rows, ctx.x_shape = plan_text, x.shape[0], x.shape
+        _run(program.steps, values, {**plan.operand_sizes, "t": rows})
+        ctx.plan_text, ctx.rows, ctx.x_shape = plan_text, rows, x.shape
         needs_x, ctx.needs_bias, *needs_operands = ctx.needs_input_grad[1:]
         ctx.wanted = _wanted(program, [needs_x, *needs_operands])
         ctx.operand_shapes = [o.shape for o in operands]
         ctx.save_for_backward(*(values[n] for n in program.saved(ctx.wanted)))
-        y = values[program.outputs[0].name].reshape(x.shape[0], _width(plan))
+        y = values[program.outputs[0].name].reshape([*x.shape[:-1], _width(plan)])
+        # Added in the shape of the activation, the bias fuses with whatever follows; next to the mm it would become an
+        # addmm, which first writes the broadcast bias to memory.
         return y if bias is None else y + bias
 
     @staticmethod
@@ -118,7 +120,7 @@ class ApplyOperands(torch.autograd.Function):
         _run(program.backward(ctx.wanted), values, {**plan.operand_sizes, "t": ctx.rows})
         shapes = dict(zip(program.input_names, (ctx.x_shape, *ctx.operand_shapes), strict=True))
         dx, *rest = (values[f"d{n}"].reshape(s) if n in ctx.wanted else None for n, s in shapes.items())
-        return None, dx, _column_sums(grads[0]) if ctx.needs_bias else None, *rest
+        return None, dx, _column_sums(grads[0].reshape(ctx.rows, _width(plan))) if ctx.needs_bias else None, *rest
 
 
 def _column_sums(grad: torch.Tensor) -> torch.Tensor:

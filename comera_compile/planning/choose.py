@@ -77,4 +77,6 @@ def _without_cheapest_loss(ranges: list[RowRange], costs: Mapping[LinearPlan, Ca
         return kept.seconds / dropped.seconds
 
     k = min(range(len(ranges) - 1), key=loss)
-    return ranges[:k] + ranges[k + 1 :]
+    fewer = ranges[:k] + ranges[k + 1 :]
+    # The neighbours of the range that went may be of one plan: no guard is needed between them.
+    return [r for r, after in zip(fewer, [*fewer[1:], None], strict=True) if after is None or r.plan != after.plan]

@@ -145,7 +145,7 @@ def _cost(works: Iterable[_Work], rows: int, device: DeviceModel, itemsize: int)
 def saved_bytes(plan: LinearPlan, rows: int, itemsize: int = 4) -> int:
     """Bytes of the tensors kept between forward and backward, without x and the packed cores themselves."""
     sizes = {**plan.operand_sizes, "t": rows}
-    named = {t.name: t for t in plan.operands}
+    named = {t.name: t for t in plan.operands if t not in plan.merge.inputs}
     named |= {s.out.name: s.out for s in plan.apply.steps}
     kept = [named[n] for n in plan.apply.saved(plan.apply.input_names) if n in named]
     total = sum(t.numel(sizes) for t in kept)

@@ -14,7 +14,7 @@ SWEEP_RATES = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1)
 class Settings:
     """One comparison: the same for both sides, but for ``rank``, which only comera reads."""
 
-    seconds: float = 110.0
+    seconds: float = 100.0
     steps: int = 0
     width: int = 512
     blocks: int = 6
@@ -25,8 +25,8 @@ class Settings:
     lr: float = 1e-3
     seed: int = 0
     threads: int = 0
-    windows: int = 64
-    checks: int = 12
+    windows: int = 32
+    checks: int = 10
 
 
 SHORT = {"steps": 30, "width": 256, "blocks": 1, "context": 64, "batch": 4, "rank": 16, "windows": 16, "checks": 3}
