@@ -86,7 +86,7 @@ class _Capture:
             return
         for module in graph_modules(graph_module):
             for node in module.graph.nodes:
-                text = describe_plan(node.meta[PLAN], node.meta) if PLAN in node.meta else ""
+                text = describe_plan(node) if PLAN in node.meta else ""
                 if text and text not in self.shown.plans:
                     self.shown.plans.append(text)
 

@@ -10,6 +10,7 @@ from torch import fx
 
 from comera_compile.codegen.lower_plans import GRAPH_FUNCTIONS, lower_plans
 from comera_compile.passes.find_tt_weights import find_tt_weights
+from comera_compile.passes.plan_attention import plan_attention
 from comera_compile.passes.plan_contractions import plan_contractions
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule]
@@ -21,6 +22,7 @@ def passes(*, threads: int, training: bool) -> list[tuple[str, Pass]]:
     return [
         ("find_tt_weights", find_tt_weights),
         ("plan_contractions", partial(plan_contractions, threads=threads, training=training)),
+        ("plan_attention", plan_attention),
         ("lower_plans", lower_plans),
     ]
 

@@ -29,8 +29,8 @@ def _planned(module: fx.GraphModule, outer: dict[fx.Node, Any]) -> list[tuple[to
     values = outer or {n: torch_private.placeholder_value(n) for n in module.graph.nodes if n.op == "placeholder"}
     found: list[tuple[torch.Tensor, PlannedUse]] = []
     for node in module.graph.nodes:
-        use: TTUse | None = node.meta.get(USE)
-        if use is not None and isinstance(values.get(use.packed), torch.Tensor):
+        use = node.meta.get(USE)
+        if isinstance(use, TTUse) and isinstance(values.get(use.packed), torch.Tensor):
             found.append((values[use.packed], _describe(use, node.meta[PLAN])))
         if node.target in MARKERS and _is_rebuilt(node):
             packed = values.get(node.args[0])

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from comera_compile.codegen.attention import attention_by_products
 from comera_compile.codegen.lookup import ttm_lookup
 from comera_compile.codegen.run_plan import apply_operands, merge_cores
+from comera_compile.planning.attention_plan import AttentionPlan
 from comera_compile.planning.linear_plan import LinearPlan
 from comera_compile.planning.uses import PLAN, USE
 from comera_compile.tt.marker import MARKERS, decode
@@ -19,11 +21,12 @@ from comera_compile.tt.packing import to_dense
 
 def rebuild_dense(packed: torch.Tensor, layout: str) -> torch.Tensor:
     """The dense matrix as plain steps, which Inductor can see into (the marker op is opaque to it)."""
-    return to_dense(packed, decode(layout))
+    with torch.autocast(packed.device.type, enabled=False):
+        return to_dense(packed, decode(layout))
 
 
 # Functions that a lowered graph calls: what AOTAutograd's disk cache has to know (see torch_private.cacheable).
-GRAPH_FUNCTIONS = (merge_cores, apply_operands, rebuild_dense)
+GRAPH_FUNCTIONS = (merge_cores, apply_operands, rebuild_dense, attention_by_products)
 
 
 def lower_plans(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -41,14 +44,8 @@ def _lower(module: fx.GraphModule) -> None:
     operands = _merge_all(graph, linears)
     replaced: dict[fx.Node, fx.Node] = {}
     for node in planned:
-        use, plan = node.meta[USE], node.meta[PLAN]
-        x = replaced.get(use.x, use.x)  # the input may itself have been a planned use
         with graph.inserting_before(node):
-            if isinstance(plan, LinearPlan):
-                arguments = (plan.encode(), x, use.bias, *operands[_merge_key(node)])
-                new = graph.call_function(apply_operands, arguments)
-            else:
-                new = graph.call_function(ttm_lookup._opoverload, (use.packed, x, use.layout))
+            new = _call(graph, node, operands, replaced)
         replaced[node] = new
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
@@ -62,6 +59,20 @@ def _lower(module: fx.GraphModule) -> None:
         graph.erase_node(marker)
     graph.lint()
     module.recompile()
+
+
+def _call(
+    graph: fx.Graph, node: fx.Node, operands: dict[tuple[Any, ...], list[fx.Node]], replaced: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    """The call that runs a node's plan."""
+    use, plan = node.meta[USE], node.meta[PLAN]
+    if isinstance(plan, AttentionPlan):
+        inputs = [replaced.get(n, n) for n in (use.query, use.key, use.value)]
+        return graph.call_function(attention_by_products, (*inputs, plan.causal, plan.scale))
+    x = replaced.get(use.x, use.x)  # the input may itself have been a planned use
+    if isinstance(plan, LinearPlan):
+        return graph.call_function(apply_operands, (plan.encode(), x, use.bias, *operands[_merge_key(node)]))
+    return graph.call_function(ttm_lookup._opoverload, (use.packed, x, use.layout))
 
 
 def _merge_key(node: fx.Node) -> tuple[Any, ...]:

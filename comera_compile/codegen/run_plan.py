@@ -33,8 +33,10 @@ def merge_cores(plan_text: str, scales: Sequence[float], *packed: torch.Tensor) 
     Returns:
         The plan's operands, each stacked over the layers: shape ``[layers, *operand]``.
     """
-    result: tuple[torch.Tensor, ...] = MergeCores.apply(plan_text, tuple(scales), *packed)  # type: ignore[no-untyped-call]
-    return result
+    # Merging is part of what the weight is, not of what is computed with it: autocast begins where rows come in.
+    with torch.autocast(packed[0].device.type, enabled=False):
+        result: tuple[torch.Tensor, ...] = MergeCores.apply(plan_text, tuple(scales), *packed)  # type: ignore[no-untyped-call]
+        return result
 
 
 def apply_operands(

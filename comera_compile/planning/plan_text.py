@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
+from torch import fx
+
+from comera_compile.planning.attention_plan import AttentionPlan
 from comera_compile.planning.cost import saved_bytes
-from comera_compile.planning.linear_plan import LinearPlan
 from comera_compile.planning.lookup_plan import LookupPlan
 from comera_compile.planning.program import Program
 from comera_compile.planning.step import Step
-from comera_compile.planning.uses import USE
+from comera_compile.planning.uses import PLAN, USE
 
 
-def describe_plan(plan: LinearPlan | LookupPlan, meta: dict[str, Any]) -> str:
-    """Text of the plan of one node.
-
-    Args:
-        plan: its plan.
-        meta: the node's ``meta``, with the use that the plan is for.
-    """
-    shape = meta[USE].x.meta["example_value"].shape
+def describe_plan(node: fx.Node) -> str:
+    """Text of the plan of one tagged node."""
+    plan = node.meta[PLAN]
+    if isinstance(plan, AttentionPlan):
+        return f"attention {tuple(node.meta['example_value'].shape)}\n  {plan.name}"
+    shape = node.meta[USE].x.meta["example_value"].shape
     if isinstance(plan, LookupPlan):
         return f"lookup [{math.prod(shape)} ids] {plan.encode()}\n  {plan.name}; cores split after {plan.split}"
     rows = math.prod(shape[:-1])

@@ -33,3 +33,12 @@ class TTUse:
     contracts: Side
     x: fx.Node
     bias: fx.Node | None
+
+
+@dataclass(frozen=True)
+class AttentionUse:
+    """The inputs of scaled dot-product attention; two of them may be one node."""
+
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
