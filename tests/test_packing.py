@@ -139,7 +139,7 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ShapeError, match=r"\(62,\), got \(61,\)"):
         unpack(torch.zeros(61), shape)
     with pytest.raises(ShapeError, match="got"):
-        unpack(torch.zeros(1, 62), shape)
+        unpack(torch.zeros(62, 1), shape)
     cores = cores_of(torch.zeros(62), shape)
     with pytest.raises(ShapeError, match="cores of sizes"):
         pack([*cores[:3], cores[3].transpose(0, 2)], shape)

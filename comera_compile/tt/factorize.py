@@ -178,11 +178,10 @@ def _sum_ratio(modes: Sequence[int], size: int) -> float:
     return sum(modes) / (len(modes) * math.pow(size, 1 / len(modes)))
 
 
-def _score(modes: tuple[int, ...], size: int) -> tuple[int, float, tuple[int, ...]]:
-    """Smaller is better: ones, then the sum with half the padding and a small bonus for multiples of 8, then ties."""
+def _score(modes: tuple[int, ...], size: int) -> tuple[float, tuple[int, ...]]:
+    """Smaller is better: sum, half the padding, and a small bonus for multiples of 8; ties by the modes themselves."""
     padding = math.prod(modes) / size - 1
-    balance = _sum_ratio(modes, size) + padding / 2 - 0.002 * sum(m % 8 == 0 for m in modes)
-    return modes.count(1), balance, modes
+    return _sum_ratio(modes, size) + padding / 2 - 0.002 * sum(m % 8 == 0 for m in modes), modes
 
 
 def _exact_factors(size: int, order: int, smallest: int) -> Iterator[tuple[int, ...]]:
@@ -198,7 +197,7 @@ def _exact_factors(size: int, order: int, smallest: int) -> Iterator[tuple[int, 
 
 def _padded_factors(size: int, order: int) -> Iterator[tuple[int, ...]]:
     """Ascending near-equal factors whose product is just above ``size``: the last is the smallest that suffices."""
-    smallest = max(2, int(_WIDEST_SEARCH * math.pow(size, 1 / order)) - 2)  # small sizes have few choices: search wider
+    smallest = max(2, int(_WIDEST_SEARCH * math.pow(size, 1 / order)))
     yield from _padded_from(size, order, smallest)
 
 

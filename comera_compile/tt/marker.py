@@ -24,7 +24,9 @@ def decode(layout: str) -> TTShape:
 @torch.library.custom_op("comera::tt_weight", mutates_args=())
 def tt_weight(packed: torch.Tensor, layout: str) -> torch.Tensor:
     """Dense ``(rows, cols)`` matrix of a packed weight of ``layout`` (``TTShape.encode()``)."""
-    return to_dense(packed, decode(layout)).contiguous()
+    # Autocast is about what is computed with a weight; the weight itself has the dtype of its parameter.
+    with torch.autocast(packed.device.type, enabled=False):
+        return to_dense(packed, decode(layout)).contiguous()
 
 
 @tt_weight.register_fake
@@ -47,8 +49,9 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
 def tt_weight_backward(packed: torch.Tensor, grad: torch.Tensor, layout: str) -> torch.Tensor:
     """Gradient of the packed vector from the gradient of the dense ``(rows, cols)`` matrix."""
     # The body of a custom op runs below autograd; torch.func brings its own differentiation.
-    pullback = torch.func.vjp(lambda p: to_dense(p, decode(layout)), packed.detach())[1]
-    gradient: torch.Tensor = pullback(grad)[0]
+    with torch.autocast(packed.device.type, enabled=False):
+        pullback = torch.func.vjp(lambda p: to_dense(p, decode(layout)), packed.detach())[1]
+        gradient: torch.Tensor = pullback(grad)[0]
     return gradient.contiguous()
 
 
