@@ -14,7 +14,7 @@ from torch import fx
 
 from comera_compile import pipeline, torch_private
 from comera_compile.discover import find_dense_parameters
-from comera_compile.errors import ComeraError, OptionError
+from comera_compile.errors import ComeraError, CompileError, OptionError
 from comera_compile.memory_policy import keep_freed_memory
 from comera_compile.options import Options
 from comera_compile.plan_record import record_plans
@@ -23,6 +23,7 @@ from comera_compile.version import code_fingerprint
 from comera_compile.weights.checkpoint import accept_packed_checkpoints
 
 _log = logging.getLogger("comera_compile")
+_said: set[str] = set()
 
 
 class Backend:
@@ -84,13 +85,33 @@ def compile_graph(
     if found:
         decisions = convert(found, options, torch_private.traced_modules())
         if decisions:
-            _log.warning(summary(decisions)) if not any(d.shape for d in decisions) else _log.info(summary(decisions))
+            _log.warning(summary(decisions))
         if any(d.shape is not None for d in decisions):
             raise torch_private.Retrace(restart_reason="comera: weights became tensor trains")
-    pipeline.run(graph_module, lambda name, graph: record_plans(graph) if name == "plan_contractions" else None)
+    unplanned: list[str] = []
+
+    def observe(name: str, graph: fx.GraphModule) -> None:
+        if name == "plan_contractions":
+            unplanned.extend(record_plans(graph))
+
+    pipeline.run(graph_module, observe)
+    _fall_back(unplanned, options.strict)
     if options.keep_memory:
         keep_freed_memory()
     return torch_private.compile_inner(options.inner, graph_module, example_inputs, _patches(options))
+
+
+def _fall_back(unplanned: Sequence[str], strict: bool) -> None:
+    """Say once, and count, that a weight is rebuilt densely in every call; with ``strict`` refuse it."""
+    if not unplanned:
+        return
+    torch_private.count("unplanned_uses", len(unplanned))
+    text = f"{len(unplanned)} use(s) without a planned contraction rebuild the dense matrix: {'; '.join(unplanned)}"
+    if strict:
+        raise CompileError(f"strict: {text}. Keep these weights dense (option exclude) or compile without strict")
+    if text not in _said:
+        _said.add(text)
+        _log.warning("comera: %s", text)
 
 
 def _patches(options: Options) -> dict[str, Any]:

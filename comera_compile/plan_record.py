@@ -14,14 +14,26 @@ from comera_compile.planning.linear_plan import LinearPlan
 from comera_compile.planning.uses import PLAN, USE, TTUse
 from comera_compile.tt.marker import MARKERS
 
+REBUILT = "rebuild W for"
 
-def record_plans(graph_module: fx.GraphModule) -> None:
-    """Record the plans of a graph that ``plan_contractions`` has tagged."""
+
+def record_plans(graph_module: fx.GraphModule) -> list[str]:
+    """Record the plans of a graph that ``plan_contractions`` has tagged.
+
+    Returns:
+        A line for each weight with a use that has no plan: its dense matrix is rebuilt in every call.
+    """
     uses: dict[int, tuple[torch.Tensor, list[PlannedUse]]] = {}
     for parameter, use in _planned(graph_module, {}):
         uses.setdefault(id(parameter), (parameter, []))[1].append(use)
     for parameter, planned in uses.values():
         ledger.record_uses(parameter, planned)
+    return [_name(p) + ": " + u.plan for p, planned in uses.values() for u in planned if u.plan.startswith(REBUILT)]
+
+
+def _name(parameter: torch.Tensor) -> str:
+    known = ledger.recall(parameter)
+    return "a weight" if known is None else known.decision.name
 
 
 def _planned(module: fx.GraphModule, outer: dict[fx.Node, Any]) -> list[tuple[torch.Tensor, PlannedUse]]:
@@ -32,17 +44,17 @@ def _planned(module: fx.GraphModule, outer: dict[fx.Node, Any]) -> list[tuple[to
         use = node.meta.get(USE)
         if isinstance(use, TTUse) and isinstance(values.get(use.packed), torch.Tensor):
             found.append((values[use.packed], _describe(use, node.meta[PLAN])))
-        if node.target in MARKERS and _is_rebuilt(node):
-            packed = values.get(node.args[0])
-            if isinstance(packed, torch.Tensor):
-                found.append((packed, PlannedUse("rebuild W (unplanned use)", "any", None, None)))
+        if node.target in MARKERS and isinstance(values.get(node.args[0]), torch.Tensor):
+            rebuilt = (PlannedUse(f"{REBUILT} {operation}", "any", None, None) for operation in _unplanned(node))
+            found += [(values[node.args[0]], use) for use in rebuilt]
         found += _inside(node, module, values)
     return found
 
 
-def _is_rebuilt(marker: fx.Node) -> bool:
-    """Whether some use of the dense matrix has no plan, directly or through a transpose."""
-    return any(USE not in u.meta and not (u.users and all(USE in v.meta for v in u.users)) for u in marker.users)
+def _unplanned(marker: fx.Node) -> list[str]:
+    """Operations that use the dense matrix without a plan, directly or through a transpose."""
+    users = [u for u in marker.users if USE not in u.meta and not (u.users and all(USE in v.meta for v in u.users))]
+    return sorted({str(getattr(u.target, "__name__", u.target)) for u in users})
 
 
 def _inside(

@@ -157,3 +157,8 @@ def compile_recording(
     )
     compiled: Compiled = lowered(graph_module, inputs)
     return compiled
+
+
+def count(event: str, times: int) -> None:
+    """Add to ``torch._dynamo.utils.counters["comera"]``, where torch keeps its own counters of fallbacks."""
+    torch._dynamo.utils.counters["comera"][event] += times

@@ -58,12 +58,18 @@ def test_training_goes_round_its_batches_and_learns():
 def large_training():
     model = nn.EmbeddingBag(2**14, 1024)  # 64 MiB
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    return Training(model, lambda ids, targets: model(ids).square().sum(), optimizer, zipf_batches(2, TINY))
+
+    def forward(ids, targets):
+        if not optimizer.state:
+            torch.ones(2**27)  # 512 MiB in the first step only, as tuning or a decomposition takes
+        return model(ids).square().sum()
+
+    return Training(model, forward, optimizer, zipf_batches(2, TINY))
 
 
 def test_memory_counts_weight_gradient_and_both_moments():
     peak = memory.measure(large_training)
-    # 64 MiB each; what else a step takes is small here, and the interpreter belongs to the residue
+    # 64 MiB each; the first step's extra does not count, and the interpreter belongs to the residue
     assert 0.95 * 256 < peak.figure / memory.MIB < 1.3 * 256 < peak.peak / memory.MIB
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -56,7 +57,7 @@ def test_ranges_ascend_and_are_few(shape: TTShape, device: str) -> None:
         assert 1 <= len(found) <= 3
         assert limits[-1] is None and None not in limits[:-1]
         assert limits[:-1] == sorted(set(limits[:-1])) and all(n >= 1 for n in limits[:-1])
-        assert all(a.plan != b.plan for a, b in zip(found, found[1:], strict=False))
+        assert all(a.plan != b.plan for a, b in pairwise(found))
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
@@ -71,7 +72,7 @@ def test_the_plan_is_the_cheapest_at_both_ends(shape: TTShape, device: str) -> N
     for rows in (1, 1 << 20):
         best = min(seconds(p, rows) for p in candidates(shape, "cols", multiple))
         assert seconds(plan_at(rows, found), rows) == best or len(found) == 3
-    for low, high in zip(found, found[1:], strict=False):
+    for low, high in pairwise(found):
         assert low.up_to is not None
         # Just below the crossover the lower plan wins, just above it loses, unless a range between them was given up.
         if len(found) < 3:

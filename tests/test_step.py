@@ -25,9 +25,7 @@ def step(out: str, left: str, right: str) -> Step:
 
 
 def values(made: Step, sizes: dict[str, int]) -> tuple[Value, Value]:
-    left, right = (
-        torch.randn([sizes[a] for a in t.axes], dtype=torch.float64) for t in (made.left, made.right)
-    )
+    left, right = (torch.randn([sizes[a] for a in t.axes], dtype=torch.float64) for t in (made.left, made.right))
     return left, right
 
 

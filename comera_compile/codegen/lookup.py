@@ -69,9 +69,13 @@ ttm_lookup.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _check_ids(unique: torch.Tensor, shape: TTShape) -> None:
-    # `unique` is sorted. On a GPU the check would wait for the device; there an id too large is caught by the gathers.
-    if unique.device.type == "cpu" and (int(unique[0]) < 0 or int(unique[-1]) >= shape.rows):
-        raise IndexError(f"index out of range in embedding: expected 0 to {shape.rows - 1}, got {unique.tolist()[-1]}")
+    # On a GPU the check would wait for the device; there an id too large is caught by the gathers.
+    if unique.device.type != "cpu":
+        return
+    smallest, largest = int(unique[0]), int(unique[-1])  # `unique` is sorted
+    if smallest < 0 or largest >= shape.rows:
+        wrong = smallest if smallest < 0 else largest
+        raise IndexError(f"index out of range in embedding: expected 0 to {shape.rows - 1}, got {wrong}")
 
 
 def _unique_rows(packed: torch.Tensor, ids: torch.Tensor, plan: LookupPlan) -> torch.Tensor:

@@ -7,11 +7,14 @@ looked up among all live objects rather than under the compiled root.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+# What torch.compile's wrapper puts into the names of everything below it.
+_WRAPPER = "_orig_mod"
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,31 @@ def owners_of(parameters: Iterable[torch.Tensor], modules: Iterable[nn.Module]) 
     return found
 
 
+def plain_name(name: str) -> str:
+    """A dotted name without the parts that torch.compile's wrapper adds, at the top or around a submodule."""
+    return ".".join(part for part in name.split(".") if part != _WRAPPER)
+
+
 def qualified_names(roots: Iterable[nn.Module]) -> dict[int, str]:
-    """Dotted name of each module below the roots by ``id(module)``; a root's own name is empty."""
+    """Dotted name of each module below the roots by ``id(module)``, in their order; a root's own name is empty."""
     names: dict[int, str] = {}
     for root in roots:
         for name, module in root.named_modules():
-            names.setdefault(id(module), name.removeprefix("_orig_mod.").removeprefix("_orig_mod"))
+            names.setdefault(id(module), plain_name(name))
     return names
+
+
+def outer_modules(modules: Iterable[nn.Module], roots: Iterable[nn.Module]) -> list[nn.Module]:
+    """Live modules outside the roots, those with most parts first: for names of owners that lie outside."""
+    inside = {id(m) for root in roots for m in root.modules()}
+    outside = [m for m in modules if id(m) not in inside and m._modules]
+    return sorted(outside, key=lambda m: -len(list(m.modules())))
+
+
+def in_named_order(modules: Sequence[nn.Module], names: dict[int, str]) -> list[nn.Module]:
+    """Modules in the order of ``names``, then the others: a tied weight bears its first name, whoever was made first."""
+    position = {key: k for k, key in enumerate(names)}
+    return sorted(modules, key=lambda m: position.get(id(m), len(position)))
 
 
 def owner_name(owner: Owner, names: dict[int, str]) -> str:
