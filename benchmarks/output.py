@@ -61,7 +61,9 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
 def _cell(value: object) -> str:
     if value is None:
         return "-"
-    return f"{value:.4g}" if isinstance(value, float) and abs(value) < 10_000 else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.4g}" if abs(value) < 10_000 else f"{value:.0f}"
 
 
 def rounded(value: Any) -> Any:

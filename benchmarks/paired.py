@@ -30,9 +30,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of every variant in every round, warm-up left out."""
+    """Seconds of every variant in every round, warm-up left out, and processor seconds of all of them together."""
 
     seconds: Mapping[str, Sequence[float]]
+    processor: float = 0.0
 
     @property
     def rounds(self) -> int:
@@ -42,6 +43,10 @@ class Timing:
     def median(self, name: str) -> float:
         """Median seconds of one step: for the floor beside it only, never compared between runs."""
         return statistics.median(self.seconds[name])
+
+    def share(self, threads: int) -> float:
+        """Processor time got over time asked for: near 1 on a quiet machine, less when others run on it too."""
+        return self.processor / (threads * sum(map(sum, self.seconds.values())))
 
     def speedup(self, name: str, baseline: str) -> Spread:
         """How many times faster ``name`` is than ``baseline``, ratio taken inside each round."""
@@ -74,14 +79,14 @@ def measure(
         for name in names if k % 2 == 0 else reversed(names):
             steps[name]()
     taken: dict[str, list[float]] = {name: [] for name in names}
-    begin, done = clock(), 0
+    begin, processor, done = clock(), time.process_time(), 0
     while done < 2 or (done < rounds and clock() - begin < seconds):
         for name in names if done % 2 == 0 else reversed(names):
             start = clock()
             steps[name]()
             taken[name].append(clock() - start)
         done += 1
-    return Timing(taken)
+    return Timing(taken, time.process_time() - processor)
 
 
 def compare(steps: Mapping[str, Step], baseline: str, *, rounds: int, seconds: float) -> dict[str, Timing]:

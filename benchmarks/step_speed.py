@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from benchmarks import paired
 from benchmarks.training import BASELINE, OURS, PEERS, Setting, Training, build
 
@@ -18,8 +20,8 @@ def measure(variants: Sequence[str], setting: Setting, *, rounds: int, seconds: 
     Peers are slow: they get a second, shorter session of their own, beside dense and this backend.
 
     Returns:
-        Per variant ``speedup`` and its 25-75 % range, ``rounds``, ``milliseconds`` (median), ``parameters``,
-        ``raw_seconds``; and ``speedup_over_galore`` when galore was asked for.
+        Per variant ``speedup`` and its 25-75 % range, ``rounds``, ``milliseconds`` (median), ``parameters`` and
+        ``raw_seconds``; for all ``processor_share``; and ``speedup_over_galore`` when galore was asked for.
 
     Raises:
         ArithmeticError: a variant's loss is not finite.
@@ -47,6 +49,7 @@ def _figures(timings: Mapping[str, paired.Timing], trained: Mapping[str, Trainin
         "rounds": {name: t.rounds for name, t in timings.items()},
         "milliseconds": {name: 1e3 * t.median(name) for name, t in timings.items()},
         "parameters": {name: t.parameters for name, t in trained.items()},
+        "processor_share": timings[BASELINE].share(torch.get_num_threads()),
         "raw_seconds": {name: dict(t.seconds) for name, t in timings.items()},
     }
 

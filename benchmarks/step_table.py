@@ -25,6 +25,10 @@ def show(result: Mapping[str, Any], rounds: Mapping[str, int]) -> None:
     rates = result["floor"]
     gemm, stream = rates["gemm_gflops"], rates["stream_gb_s"]
     print(f"rates measured here: {gemm:.4g} GFLOP/s in a square product, {stream:.3g} GB/s in an addition in place")
+    share = result["processor_share"]
+    print(
+        f"processor time got while timing: {share:.0%} of what the threads could use; much below 90 %: others ran too"
+    )
     for name, peak in result.get("memory", {}).items():
         residue, highest = peak["residue"] / memory.MIB, peak["peak"] / memory.MIB
         print(f"memory of {name}: {highest:.0f} MiB at the peak - {residue:.0f} MiB residue")

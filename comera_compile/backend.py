@@ -13,12 +13,11 @@ from typing import Any
 from torch import fx
 
 from comera_compile import pipeline, torch_private
-from comera_compile.discover import find_dense_parameters
 from comera_compile.errors import ComeraError, CompileError, OptionError
+from comera_compile.first_call import convert_called
 from comera_compile.memory_policy import keep_freed_memory
 from comera_compile.options import Options
 from comera_compile.plan_record import record_plans
-from comera_compile.tensorize import convert, summary
 from comera_compile.version import code_fingerprint
 from comera_compile.weights.checkpoint import accept_packed_checkpoints
 
@@ -81,13 +80,9 @@ def compile_graph(
         Retrace: weights were converted; Dynamo traces the frame again.
         ComeraError: options, weights or their placement do not allow it; nothing has been changed.
     """
-    found = find_dense_parameters(graph_module)
-    if found:
-        decisions = convert(found, options, torch_private.traced_modules())
-        if decisions:
-            _log.warning(summary(decisions))
-        if any(d.shape is not None for d in decisions):
-            raise torch_private.Retrace(restart_reason="comera: weights became tensor trains")
+    torch_private.check_compiler(options.inner, example_inputs)
+    if convert_called(graph_module, options):
+        raise torch_private.Retrace(restart_reason="comera: weights became tensor trains")
     unplanned: list[str] = []
 
     def observe(name: str, graph: fx.GraphModule) -> None:

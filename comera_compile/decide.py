@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from comera_compile.eligibility import Eligibility, examine
-from comera_compile.errors import ShapeError
+from comera_compile.errors import CompileError, ShapeError
 from comera_compile.ledger import Decision
 from comera_compile.options import Options
 from comera_compile.tt.encode import Encoded, encode
@@ -17,6 +17,10 @@ from comera_compile.tt.factorize import choose_shape
 from comera_compile.tt.shape import TTShape
 from comera_compile.weights.entries import LoadPolicy
 from comera_compile.weights.owners import Owner
+from comera_compile.weights.placement import check_whole
+
+# Without a graph ("") the use is not known yet; the compiled call will see it.
+_PLANNED_USES = ("", "linear", "embedding")
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,10 @@ def decide(found: Found, owners: Sequence[Owner], names: Sequence[str], options:
         options: settings of the whole call.
 
     Raises:
+        PlacementError: the parameter is sharded.
         ShapeError: modes, order or ranks that the user gave do not fit.
         WeightError: the weight holds NaN or infinity.
+        CompileError: ``strict``, and the graph uses the weight in a way that has no plan.
     """
     parameter, name = found.parameter, names[0]
     settings = options.for_weight(names)
@@ -67,9 +73,15 @@ def decide(found: Found, owners: Sequence[Owner], names: Sequence[str], options:
         return dense(eligible.reason, final=eligible.final)
     if parameter.numel() < settings.min_elements:
         return dense(f"{parameter.numel():,} elements are fewer than min_elements={settings.min_elements:,}")
+    check_whole(name, parameter)
     shape = _shape(parameter, eligible, settings, name)
     if isinstance(shape, str):
         return dense(shape)
+    if settings.strict and found.use not in _PLANNED_USES:
+        raise CompileError(
+            f"strict: {name} is used by {found.use}, which has no planned contraction, so its dense matrix would "
+            "be rebuilt in every call: keep it dense with the option exclude, or compile without strict"
+        )
     encoded = _encode(parameter, shape, settings, name)
     if encoded.packed is None:
         return dense(encoded.reason, encoded.kept)

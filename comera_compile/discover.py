@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from comera_compile import torch_private
-from comera_compile.tensorize import Found
+from comera_compile.decide import Found
 
 _LINEAR: tuple[Any, ...] = (F.linear, torch._C._nn.linear, torch.addmm, torch.matmul, torch.mm, operator.matmul)
 _TRANSPOSES = ("t", "transpose", "permute", "T", "mT")

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 
 from comera_compile.tt.shape import Format
 from comera_compile.weights.owners import Owner
@@ -23,11 +22,12 @@ _ATTENTION_KEYS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_w
 
 @dataclass(frozen=True)
 class Eligibility:
-    """Format of a weight that can be converted, or the reason why it cannot."""
+    """Format of a weight that can be converted, or the reason why it cannot; not ``final`` if that may still change."""
 
     format: Format | None
     reason: str = ""
     zero_row: int = -1
+    final: bool = True
 
 
 def examine(parameter: nn.Parameter, owners: Sequence[Owner], use: str) -> Eligibility:
@@ -39,6 +39,8 @@ def examine(parameter: nn.Parameter, owners: Sequence[Owner], use: str) -> Eligi
         use: what a traced graph does with it: ``"linear"``, ``"embedding"``, the name of another operation, or ``""``
             if there is no graph to look at.
     """
+    if parameter.device.type == "meta":
+        return Eligibility(None, "on the meta device", final=False)
     reason = _unsuitable(parameter)
     if reason:
         return Eligibility(None, reason)
@@ -53,8 +55,6 @@ def examine(parameter: nn.Parameter, owners: Sequence[Owner], use: str) -> Eligi
 
 def _unsuitable(parameter: nn.Parameter) -> str:
     """Reasons that lie in the tensor itself."""
-    if isinstance(parameter, UninitializedParameter):
-        return "not initialised yet"
     if parameter.dim() != 2:
         return f"{parameter.dim()}-dimensional"
     if not parameter.requires_grad:
@@ -65,8 +65,6 @@ def _unsuitable(parameter: nn.Parameter) -> str:
         return "complex"
     if parameter.dtype not in _FLOATS:
         return f"dtype {parameter.dtype}"
-    if parameter.device.type == "meta":
-        return "on the meta device"
     return ""
 
 
@@ -90,7 +88,8 @@ def _role(owner: Owner, parameter: nn.Parameter, use: str) -> Eligibility:
     if use == "embedding":
         return Eligibility("ttm")
     if not use:
-        return Eligibility(None, f"{kind.__name__}.{owner.key}: what it is used for is only seen when compiled")
+        reason = f"{kind.__name__}.{owner.key}: what it is used for is only seen when compiled"
+        return Eligibility(None, reason, final=False)
     return Eligibility(None, f"used by {use}, not as a linear or embedding weight")
 
 

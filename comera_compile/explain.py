@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 from comera_compile import pipeline, torch_private
+from comera_compile.decide import Found
 from comera_compile.discover import find_dense_parameters
+from comera_compile.errors import ComeraError
 from comera_compile.options import Options
 from comera_compile.passes.graph_nodes import graph_modules
 from comera_compile.planning.plan_text import describe_plan
@@ -57,12 +60,16 @@ def explain(model: nn.Module, *inputs: Any, options: Mapping[str, Any] | None = 
             in the copy only.
         inputs, kwargs: what the model is called with.
         options: backend options, for a model that is still dense.
+
+    Raises:
+        ComeraError: as the first compiled call would.
     """
-    settings = Options.parse(options)
-    plain = getattr(model, "_orig_mod", model)
-    shown = Explanation()
-    capture = _Capture(copy.deepcopy(plain), settings, shown)
-    torch.compile(capture.model, backend=capture)(*inputs, **kwargs)
+    settings, shown = Options.parse(options), Explanation()
+    twin = copy.deepcopy(getattr(model, "_orig_mod", model))
+    convert([Found(p) for p in twin.parameters()], settings, [twin], with_copies=False)
+    with torch.random.fork_rng():  # dropout in the copy must not move the random numbers of the model's training
+        call = torch_private.compile_apart(twin, _Capture(twin, settings, shown))
+        _differentiate(call(*inputs, **kwargs), twin)
     return shown
 
 
@@ -73,16 +80,19 @@ class _Capture:
         self.model, self.options, self.shown = model, options, shown
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> torch_private.Compiled:
-        decisions = convert(find_dense_parameters(graph_module), self.options, [self.model])
-        if any(d.shape is not None for d in decisions):
-            raise torch_private.Retrace(restart_reason="comera: weights became tensor trains")
-        self.shown.traced.append(_text(graph_module))
-        pipeline.run(graph_module, self._after_pass)
+        try:
+            decisions = convert(find_dense_parameters(graph_module), self.options, [self.model], with_copies=False)
+            if any(d.shape is not None for d in decisions):  # of a use that only the graph shows
+                raise torch_private.Retrace(restart_reason="comera: weights became tensor trains")
+            self.shown.traced.append(_text(graph_module))
+            pipeline.run(graph_module, self._after_pass)
+        except ComeraError as error:
+            raise torch_private.as_user_error(error) from error
         self.shown.rewritten.append(_text(graph_module))
         return torch_private.compile_recording(graph_module, inputs, self._forward, self._backward)
 
     def _after_pass(self, name: str, graph_module: fx.GraphModule) -> None:
-        if name != "plan_contractions":
+        if name == "lower_plans":  # then the planned nodes are gone
             return
         for module in graph_modules(graph_module):
             for node in module.graph.nodes:
@@ -95,6 +105,15 @@ class _Capture:
 
     def _backward(self, graph_module: fx.GraphModule) -> None:
         self.shown.backward.append(_text(graph_module))
+
+
+def _differentiate(outputs: Any, model: nn.Module) -> None:
+    """Run the backward, which is lowered only when it is asked for; gradients go nowhere."""
+    leaves = [o for o in tree_leaves(outputs) if isinstance(o, torch.Tensor) and o.requires_grad]
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if leaves and parameters:
+        upstream = [torch.ones_like(o) for o in leaves]
+        torch.autograd.grad(leaves, parameters, upstream, allow_unused=True)
 
 
 def _text(graph_module: fx.GraphModule) -> str:

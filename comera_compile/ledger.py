@@ -23,6 +23,7 @@ class Decision:
         kept: share of the weight's energy that the bond's rank keeps (None: not looked at).
         error: relative Frobenius error of the conversion (None: drawn, not approximated).
         dense_numel: elements of the dense weight.
+        final: whether it holds from now on; False where a compiled graph may still show a use that decides.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Decision:
     dense_numel: int
     kept: float | None = None
     error: float | None = None
+    final: bool = True
 
     @property
     def numel(self) -> int:
@@ -68,6 +70,12 @@ def recall(parameter: torch.Tensor) -> Record | None:
     """What is known about a parameter."""
     found: Record | None = _records.get(parameter)
     return found
+
+
+def is_settled(parameter: torch.Tensor) -> bool:
+    """Whether a decision about a parameter holds, so that it is not to be looked at again."""
+    known = recall(parameter)
+    return known is not None and known.decision.final
 
 
 def record_uses(parameter: torch.Tensor, uses: Sequence[PlannedUse]) -> None:

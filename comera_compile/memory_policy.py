@@ -1,4 +1,4 @@
-"""Let the C library keep freed memory, instead of returning large blocks to the kernel and faulting them in again.
+"""Let the C library keep the memory that every step frees and takes again, and give back what is freed for good.
 
 With many rows a step allocates and frees dozens of 10-50 MB tensors. glibc maps and unmaps each (2.7x on a single TT
 linear of 4096 rows), which costs TT models most, since they have little arithmetic to hide it behind. PyTorch's CPU
@@ -32,6 +32,17 @@ def keep_freed_memory() -> bool:
         return _done[0]
     _done.append(_apply())
     return _done[0]
+
+
+def return_freed_memory() -> bool:
+    """Give pages that are free now back to the kernel: the dense weights, once they have been replaced.
+
+    glibc maps only its first large blocks; later ones lie in the heap, whose holes it keeps.
+
+    Returns:
+        Whether it gave any back (never without glibc).
+    """
+    return platform.libc_ver()[0] == "glibc" and bool(ctypes.CDLL("libc.so.6").malloc_trim(0))
 
 
 def _apply() -> bool:

@@ -104,19 +104,19 @@ class Options:
                 raise OptionError(f"unknown option {name!r}{hint}; known: {', '.join(known)}")
         return Options(**(values or {}))
 
-    def for_weight(self, name: str) -> Options:
-        """The settings that hold for one weight, by its dotted name."""
+    def for_weight(self, names: Sequence[str]) -> Options:
+        """The settings that hold for one weight, by its dotted names (a tied weight has several)."""
         merged: dict[str, Any] = {}
         for pattern, settings in self.layers.items():
-            if matches(name, pattern):
+            if any(matches(name, pattern) for name in names):
                 merged |= settings
         return replace(self, layers={}, **merged)
 
-    def selects(self, name: str) -> str:
-        """Empty if ``include`` and ``exclude`` let the weight through, otherwise the reason why not."""
-        if self.include and not any(matches(name, p) for p in self.include):
+    def selects(self, names: Sequence[str]) -> str:
+        """Empty if ``include`` and ``exclude`` let the weight of these names through, otherwise the reason why not."""
+        if self.include and not any(matches(name, p) for p in self.include for name in names):
             return "not in include"
-        excluded = next((p for p in self.exclude if matches(name, p)), None)
+        excluded = next((p for p in self.exclude if any(matches(name, p) for name in names)), None)
         return f"excluded by {excluded!r}" if excluded else ""
 
     def check_patterns(self, names: Sequence[str]) -> None:

@@ -57,9 +57,7 @@ def _unplanned(marker: fx.Node) -> list[str]:
     return sorted({str(getattr(u.target, "__name__", u.target)) for u in users})
 
 
-def _inside(
-    node: fx.Node, module: fx.GraphModule, values: dict[fx.Node, Any]
-) -> list[tuple[torch.Tensor, PlannedUse]]:
+def _inside(node: fx.Node, module: fx.GraphModule, values: dict[fx.Node, Any]) -> list[tuple[torch.Tensor, PlannedUse]]:
     """Uses in the body of a higher-order op."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
         return []

@@ -10,7 +10,7 @@ from torch import nn
 from comera_compile import ledger
 from comera_compile.ledger import Decision, PlannedUse
 from comera_compile.weights import tt_module
-from comera_compile.weights.owners import Owner, owner_name, qualified_names
+from comera_compile.weights.owners import Owner, is_matrix, owner_name, qualified_names
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _lines(model: nn.Module) -> Iterator[Line]:
     for module in model.modules():
         shapes = tt_module.shapes_of(module)
         for key, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in seen or (parameter.dim() < 2 and key not in shapes):
+            if parameter is None or id(parameter) in seen or not (is_matrix(parameter) or key in shapes):
                 continue
             seen.add(id(parameter))
             known = ledger.recall(parameter)

@@ -4,48 +4,35 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from comera_compile import ledger, torch_private
-from comera_compile.eligibility import Eligibility, examine
-from comera_compile.errors import OptionError, ShapeError, WeightError
+from comera_compile.decide import Choice, Found, decide
+from comera_compile.errors import OptionError
 from comera_compile.ledger import Decision
+from comera_compile.memory_policy import return_freed_memory
 from comera_compile.options import Options
-from comera_compile.tt.encode import Encoded, encode
-from comera_compile.tt.factorize import choose_shape
 from comera_compile.tt.packing import to_dense
 from comera_compile.tt.shape import TTShape
 from comera_compile.weights import tt_module
 from comera_compile.weights.checkpoint import adopt_layouts
-from comera_compile.weights.copies import copies_of
-from comera_compile.weights.entries import LoadPolicy
-from comera_compile.weights.owners import Owner, live_modules, owner_name, owners_of, qualified_names
+from comera_compile.weights.copies import copies_of, follow
+from comera_compile.weights.owners import (
+    Owner,
+    in_named_order,
+    is_matrix,
+    live_modules,
+    outer_modules,
+    owner_name,
+    owners_of,
+    qualified_names,
+)
 from comera_compile.weights.placement import check_movable, place_dense, place_packed
 
 _log = logging.getLogger("comera_compile")
-
-
-@dataclass(frozen=True)
-class Found:
-    """A dense parameter to look at: what a traced graph uses it for, or ``""`` without a graph."""
-
-    parameter: nn.Parameter
-    use: str = ""
-
-
-@dataclass(frozen=True)
-class _Chosen:
-    """A decided weight, ready to be put in place."""
-
-    parameter: nn.Parameter
-    owners: Sequence[Owner]
-    decision: Decision
-    packed: torch.Tensor | None
-    policy: LoadPolicy
 
 
 def tensorize(model: nn.Module, *, state_dict: Mapping[str, torch.Tensor] | None = None, **options: Any) -> nn.Module:
@@ -69,11 +56,13 @@ def tensorize(model: nn.Module, *, state_dict: Mapping[str, torch.Tensor] | None
     if not isinstance(model, nn.Module):
         raise OptionError(f"tensorize expects an nn.Module, got {type(model).__name__}")
     if state_dict is not None:
-        names = adopt_layouts(model, state_dict)
-        if not names:
-            raise OptionError("state_dict holds no packed weight of this model; save one from a tensorized model")
+        if options:
+            raise OptionError(
+                f"state_dict decides modes, ranks and values; got {', '.join(options)} as well: leave it out"
+            )
+        adopt_layouts(model, state_dict, complete=True)
         return model
-    convert([Found(p) for p in model.parameters()], settings, [model])
+    convert([Found(p) for p in model.parameters()], settings, [model], reconsider=True)
     return model
 
 
@@ -101,26 +90,40 @@ def densify(model: nn.Module) -> nn.Module:
     return model
 
 
-def convert(found: Sequence[Found], options: Options, roots: Sequence[nn.Module]) -> list[Decision]:
+def convert(
+    found: Sequence[Found],
+    options: Options,
+    roots: Sequence[nn.Module],
+    *,
+    reconsider: bool = False,
+    with_copies: bool = True,
+) -> list[Decision]:
     """Decide on every found parameter, then convert those that were chosen: all of them or, on an error, none.
 
     Args:
         found: dense parameters; those decided on earlier are passed over.
         options: settings.
         roots: modules whose dotted names are used.
+        reconsider: decide anew on weights that an earlier decision left dense.
+        with_copies: convert averaged and frozen equal copies of the weights along with them.
 
     Returns:
         The new decisions.
     """
-    modules = live_modules()
-    names = qualified_names([*roots, *_outer(modules, roots)])
+    names = qualified_names(roots)
     options.check_patterns(_weight_names(roots, names))
     # A packed parameter has one dimension; so do biases and norms, which are never converted.
-    fresh = [f for f in found if f.parameter.dim() > 1 and ledger.recall(f.parameter) is None]
+    fresh = [f for f in found if is_matrix(f.parameter) and (reconsider or not ledger.is_settled(f.parameter))]
+    if not fresh:
+        return []
+    modules = in_named_order(live_modules(), names)
     owners = owners_of([f.parameter for f in fresh], modules)
-    chosen = [_decide(f, owners[id(f.parameter)], options, names) for f in fresh]
+    outer = qualified_names([*roots, *outer_modules(modules, roots)])
+    chosen = [
+        decide(f, owners[id(f.parameter)], _names_of(owners[id(f.parameter)], names, outer), options) for f in fresh
+    ]
     moving = [c for c in chosen if c.packed is not None]
-    copies = list(copies_of([(c.decision.name, c.parameter) for c in moving], modules))
+    copies = copies_of([c.parameter for c in moving], modules) if with_copies else ()
     followers = [_follow(moving[k], copy, modules) for k, copy in copies]
     check_movable([(c.decision.name, c.parameter) for c in (*moving, *followers)], modules)
     for choice in (*moving, *followers):
@@ -128,6 +131,8 @@ def convert(found: Sequence[Found], options: Options, roots: Sequence[nn.Module]
         place_packed(choice.parameter, choice.owners, choice.packed, choice.decision.shape, choice.policy)
     for choice in (*chosen, *followers):
         ledger.record(choice.parameter, choice.decision)
+    if moving:
+        return_freed_memory()
     if followers:
         _log.info("comera: %d averaged or frozen equal copies were converted with them", len(followers))
     return [c.decision for c in chosen]
@@ -144,90 +149,26 @@ def summary(decisions: Sequence[Decision]) -> str:
     )
 
 
-def _decide(found: Found, owners: Sequence[Owner], options: Options, names: dict[int, str]) -> _Chosen:
-    parameter = found.parameter
-    name = owner_name(owners[0], names) if owners else "(no module)"
-    settings = options.for_weight(name)
-    policy = LoadPolicy("svd" if settings.init == "svd" else "auto", settings.max_error)
-
-    def dense(reason: str, kept: float | None = None) -> _Chosen:
-        decision = Decision(name, None, reason, parameter.numel(), kept)
-        return _Chosen(parameter, owners, decision, None, policy)
-
-    skipped = options.selects(name)
-    if skipped:
-        return dense(skipped)
-    eligible = examine(parameter, owners, found.use)
-    if eligible.format is None:
-        return dense(eligible.reason)
-    if parameter.numel() < settings.min_elements:
-        return dense(f"{parameter.numel():,} elements are fewer than min_elements={settings.min_elements:,}")
-    shape = _shape(parameter, eligible, settings, name)
-    if isinstance(shape, str):
-        return dense(shape)
-    encoded = _encode(parameter, shape, settings, name)
-    if encoded.packed is None:
-        return dense(encoded.reason, encoded.kept)
-    if 2 * encoded.shape.numel > parameter.numel():
-        return dense(_no_gain(encoded.shape, parameter))
-    error = None if encoded.method == "drawn" else encoded.relative_error
-    decision = Decision(name, encoded.shape, encoded.reason, parameter.numel(), encoded.kept, error)
-    return _Chosen(parameter, owners, decision, encoded.packed, policy)
-
-
-def _shape(parameter: nn.Parameter, eligible: Eligibility, settings: Options, name: str) -> TTShape | str:
-    """The shape to try, or the reason why there is no useful one. Modes and ranks the user gave must fit."""
-    assert eligible.format is not None
-    rows, cols = parameter.shape
-    try:
-        shape = choose_shape(
-            rows, cols, format=eligible.format, rank=settings.rank, modes=settings.modes, order=settings.order,
-            zero_row=eligible.zero_row,
-        )
-    except ShapeError as error:
-        if settings.modes is not None or not isinstance(settings.rank, (int, float)):
-            raise ShapeError(f"{name}: {error}") from None
-        return f"no useful modes: {error}"
-    # With a tolerance the ranks found may be far smaller than the cap.
-    return _no_gain(shape, parameter) if settings.tolerance is None and 2 * shape.numel > parameter.numel() else shape
-
-
-def _no_gain(shape: TTShape, parameter: torch.Tensor) -> str:
-    return f"too little to gain: ranks {shape.ranks} need {shape.numel:,} of {parameter.numel():,} elements"
-
-
-def _encode(parameter: nn.Parameter, shape: TTShape, settings: Options, name: str) -> Encoded:
-    # The first call may run under inference_mode; its tensors could never be trained.
-    with torch.inference_mode(False), torch.no_grad():
-        return encode(
-            parameter.detach(), shape, init=settings.init, max_error=settings.max_error,
-            tolerance=settings.tolerance, name=name,
-        )
-
-
-def _follow(choice: _Chosen, copy: nn.Parameter, modules: Sequence[nn.Module]) -> _Chosen:
-    """An averaged copy in the same shape as the weight it follows."""
-    shape, name = choice.decision.shape, choice.decision.name
+def _follow(choice: Choice, copy: nn.Parameter, modules: Sequence[nn.Module]) -> Choice:
+    """The choice for a copy of a chosen weight."""
+    shape, error = choice.decision.shape, choice.decision.error
     assert shape is not None and choice.packed is not None
-    owners = owners_of([copy], modules)[id(copy)]
-    packed = choice.packed
-    with torch.inference_mode(False), torch.no_grad():
-        if not torch.equal(copy, choice.parameter):
-            encoded = encode(copy.detach(), shape, init="auto", max_error=choice.policy.max_error, name=name)
-            if encoded.packed is None or encoded.shape.ranks != shape.ranks:
-                raise WeightError(
-                    f"an AveragedModel of this model holds a {name} that does not fit ranks {shape.ranks} "
-                    f"({encoded.reason}): make it after the first compiled call, or call comera.tensorize(model) first"
-                )
-            packed = encoded.packed * (encoded.shape.scale / shape.scale)
-    return _Chosen(copy, owners, choice.decision, packed, choice.policy)
+    packed = follow(
+        copy,
+        choice.parameter,
+        choice.packed,
+        shape,
+        drawn=error is None,
+        max_error=max(choice.policy.max_error, 2 * (error or 0.0)),
+        name=choice.decision.name,
+    )
+    return Choice(copy, owners_of([copy], modules)[id(copy)], choice.decision, packed, choice.policy)
 
 
-def _outer(modules: Sequence[nn.Module], roots: Sequence[nn.Module]) -> list[nn.Module]:
-    """Other live modules, those with most parts first: for names of owners that lie outside the roots."""
-    inside = {id(m) for root in roots for m in root.modules()}
-    outside = [m for m in modules if id(m) not in inside and m._modules]
-    return sorted(outside, key=lambda m: -len(list(m.modules())))
+def _names_of(owners: Sequence[Owner], names: dict[int, str], outer: dict[int, str]) -> list[str]:
+    """Every name that a weight has below the roots, else one from outside."""
+    inside = [owner_name(owner, names) for owner in owners if id(owner.module) in names]
+    return inside or [owner_name(owner, outer) for owner in owners[:1]] or ["(no module)"]
 
 
 def _weight_names(roots: Sequence[nn.Module], names: dict[int, str]) -> list[str]:
@@ -237,5 +178,5 @@ def _weight_names(roots: Sequence[nn.Module], names: dict[int, str]) -> list[str
         for root in roots
         for module in root.modules()
         for key, parameter in module._parameters.items()
-        if parameter is not None and (parameter.dim() > 1 or key in tt_module.shapes_of(module))
+        if is_matrix(parameter) or key in tt_module.shapes_of(module)
     ]

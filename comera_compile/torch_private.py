@@ -6,15 +6,19 @@ Checked against torch 2.11 to 2.13. ``check_version`` is called before the first
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._dynamo import exc
 from torch._dynamo.backends.registry import lookup_backend
+from torch.nn.parallel import DistributedDataParallel
 
-from comera_compile.errors import ComeraError, VersionError
+from comera_compile.errors import ComeraError, CompileError, VersionError
 
 OLDEST_TORCH = (2, 11)
 Compiled = Callable[..., Any]
@@ -45,8 +49,16 @@ class Retrace(exc.UnspecializeRestartAnalysis, exc.TensorifyScalarRestartAnalysi
 def as_user_error(error: ComeraError) -> Exception:
     """The same error in a form that Dynamo hands to the user unwrapped instead of as ``BackendCompilerFailed``."""
     kind = type(error)
-    wrapped = type(kind.__name__, (kind, exc.ShortenTraceback), {"__module__": kind.__module__})
-    return wrapped(str(error), first_useful_frame=None)  # type: ignore[no-any-return]
+
+    def start(self: Any, message: str) -> None:
+        Exception.__init__(self, message)
+        self.first_useful_frame = None
+
+    # The bases' own __init__ do not go together: those of ValueError and ShortenTraceback want other arguments. Dynamo
+    # adds to the message how to report a bug to PyTorch, which is not what a wrong option calls for.
+    members = {"__init__": start, "__str__": lambda self: str(error), "__module__": kind.__module__}
+    wrapped: type[Exception] = type(kind.__name__, (kind, exc.ShortenTraceback), members)
+    return wrapped(str(error))
 
 
 def placeholder_value(node: fx.Node) -> object:
@@ -55,22 +67,51 @@ def placeholder_value(node: fx.Node) -> object:
     return None if argument is None else argument.example
 
 
+def called_module() -> nn.Module | None:
+    """The module whose call is being compiled, or None where a function is.
+
+    After a graph break inside a submodule, Dynamo compiles that submodule's forward as a frame of its own. What the
+    user compiled is then further up the stack: the outermost method of a module within torch.compile's wrapper.
+    """
+    called: Any = _output().local_scope.get("self")
+    outermost = called
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+        if "self" in frame.f_code.co_varnames and isinstance(frame.f_locals.get("self"), nn.Module):
+            outermost = frame.f_locals["self"]
+        frame = frame.f_back
+    found = called if frame is None else outermost  # without the wrapper on the stack there is nothing to go by
+    if isinstance(found, DistributedDataParallel):
+        found = found.module
+    return found if isinstance(found, nn.Module) else None
+
+
 def traced_modules() -> list[nn.Module]:
     """Modules that the frame being compiled can see: its locals and globals.
 
     Raises:
         VersionError: there is no running Dynamo translation, or this torch keeps it elsewhere.
     """
+    output = _output()
+    found = [
+        v for scope in (output.local_scope, output.global_scope) for v in scope.values() if isinstance(v, nn.Module)
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _output() -> Any:
+    """Dynamo's record of the frame being compiled.
+
+    Raises:
+        VersionError: there is no running Dynamo translation, or this torch keeps it elsewhere.
+    """
     try:
-        output = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
-        scopes = (output.local_scope, output.global_scope)
+        return torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
     except AttributeError as error:
         raise VersionError(
             f"torch {torch.__version__} does not show the frame being compiled ({error}): "
             "call comera.tensorize(model) before torch.compile"
         ) from error
-    found = [v for scope in scopes for v in scope.values() if isinstance(v, nn.Module)]
-    return list(dict.fromkeys(found))
 
 
 def has_live_graph(parameter: torch.Tensor) -> bool:
@@ -87,6 +128,26 @@ def has_live_graph(parameter: torch.Tensor) -> bool:
         after: int = parameter._use_count()  # type: ignore[attr-defined]
     del edge
     return after == before
+
+
+def check_compiler(inner: str, inputs: Sequence[Any]) -> None:
+    """Refuse to go on to Inductor, before anything is changed, where it would find no C++ compiler for the CPU.
+
+    Raises:
+        CompileError: says which compiler was looked for.
+    """
+    if inner != "inductor" or not any(isinstance(i, torch.Tensor) and i.device.type == "cpu" for i in inputs):
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler  # heavy; only when it is what runs
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise CompileError(
+            f"Inductor needs a C++ compiler and found none: {error}. Install one (Debian, Ubuntu: g++) or set CXX to "
+            "it; options={'inner': 'aot_eager'} runs without, slowly"
+        ) from error
 
 
 def compile_inner(
@@ -114,9 +175,7 @@ def cacheable(functions: Sequence[Callable[..., Any]], version: str) -> dict[str
     if not hasattr(torch._inductor.config, "unsafe_marked_cacheable_functions"):
         return {}
     known = dict(torch._inductor.config.unsafe_marked_cacheable_functions)
-    return {
-        "unsafe_marked_cacheable_functions": known | {f"{f.__module__}.{f.__name__}": version for f in functions}
-    }
+    return {"unsafe_marked_cacheable_functions": known | {f"{f.__module__}.{f.__name__}": version for f in functions}}
 
 
 def holds(condition: Any) -> bool:
@@ -130,6 +189,17 @@ def size_hint(size: Any) -> int:
         return size
     hint = getattr(size.node, "hint", None)
     return 1 if hint is None else int(hint)
+
+
+def compile_apart(model: nn.Module, backend: Callable[..., Compiled]) -> Callable[..., Any]:
+    """``torch.compile`` that does not add to the recompilations counted for other models of the same class.
+
+    torch before 2.13 has one count for all.
+    """
+    known = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+    apart: Any = {"isolate_recompiles": True} if known else {}
+    compiled: Callable[..., Any] = torch.compile(model, backend=backend, **apart)
+    return compiled
 
 
 def compile_recording(
@@ -155,7 +225,9 @@ def compile_recording(
         bw_compiler=recorder(backward),
         partition_fn=min_cut_rematerialization_partition,
     )
-    compiled: Compiled = lowered(graph_module, inputs)
+    # Otherwise the backward graph may only be compiled, and shown, when backward is called.
+    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+        compiled: Compiled = lowered(graph_module, inputs)
     return compiled
 
 

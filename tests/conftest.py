@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 
@@ -11,6 +12,9 @@ import torch
 # Largest norm of the error over the norm of the right answer. A tensor-train product is a chain of up to eight
 # roundings and sums over up to some thousand terms, so each is about 100 times the dtype's unit roundoff.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+# Keeps keep_memory from changing this process: memory kept after one test would count in the next one's peak.
+os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", "65536")
 
 Near = Callable[..., None]
 

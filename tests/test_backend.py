@@ -73,6 +73,7 @@ def test_eval_after_training_and_back(assert_near: Near) -> None:
     count = tiny.Counter()
     model = tiny.double(tiny.Mlp())
     call, x = torch.compile(model, backend="comera", options=count.options), tiny.rows(4)
+    call(x)
     for _ in range(3):
         model.train()
         tiny.assert_as_eager(call, model, [x], assert_near)
@@ -95,9 +96,9 @@ def test_batch_sizes_compile_a_bounded_number_of_graphs(assert_near: Near) -> No
 
 
 def test_dynamic_from_the_start(assert_near: Near) -> None:
-    # dynamic=True: sizes are symbolic in the graph that converts, too.
+    # dynamic=True: sizes are symbolic in the graph that converts, too. No norm: torch traces its eps anew.
     count = tiny.Counter()
-    model = tiny.double(tiny.Mlp())
+    model = tiny.double(tiny.Twice())
     call = torch.compile(model, backend="comera", options=count.options, dynamic=True)
     for batch in (6, 3, 5, 9):
         call(tiny.rows(batch))
@@ -238,10 +239,11 @@ def test_autocast_bfloat16(assert_near: Near) -> None:
     twin = copy.deepcopy(model)
     ours, theirs = tiny.outcome(cast(call), model, x), tiny.outcome(cast(twin), twin, x)
     exact = tiny.outcome(twin, twin, x)
-    for name in exact:
+    for name in exact.keys() - {"loss"}:  # a mean of both signs, whose relative error says nothing
         assert ours[name].dtype == theirs[name].dtype, name
-        bar = 3 * float((theirs[name] - exact[name]).norm()) + 0.01 * float(exact[name].norm())
-        assert float((ours[name] - exact[name]).norm()) <= bar, name
+        # Both round to bfloat16 at other places; ours must not be further from the exact result than eager's.
+        bar = 3 * (theirs[name] - exact[name]).norm() + 0.01 * exact[name].norm()
+        assert (ours[name] - exact[name]).norm() <= bar, name
 
 
 def test_autocast_inside_the_compiled_code() -> None:
@@ -260,8 +262,11 @@ def test_autocast_inside_the_compiled_code() -> None:
     exact = copy.deepcopy(model)
     expected = exact(x)
     expected.pow(2).mean().backward()
-    for ours, theirs in [(output, expected), *((p.grad, q.grad) for p, q in zip(model.parameters(), exact.parameters()))]:
-        assert float((ours.float() - theirs).norm()) <= 0.05 * float(theirs.norm())
+    for ours, theirs in [
+        (output, expected),
+        *((p.grad, q.grad) for p, q in zip(model.parameters(), exact.parameters(), strict=True)),
+    ]:
+        assert (ours.float() - theirs).norm().item() <= 0.05 * theirs.norm().item()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -359,18 +364,30 @@ def test_two_forwards_then_two_backwards(assert_near: Near) -> None:
         assert_near(ours.grad, theirs.grad)
 
 
-def test_retain_graph_and_a_second_backward(assert_near: Near) -> None:
-    # The second backward adds the same gradient again.
+def test_a_second_backward_is_right_or_refused(assert_near: Near) -> None:
+    # torch frees what a compiled backward saved as it goes; it says so, and how to keep it. Kept, gradients add up.
     model = tiny.double(tiny.Mlp())
     call, x = compiled(model), tiny.rows(4)
     once = tiny.outcome(call, model, x)
+    with pytest.raises(RuntimeError, match="retain_graph"):
+        call(x).sum().backward(retain_graph=True)
+    torch._dynamo.reset()
     model.zero_grad()
-    output = call(x)
-    loss = (output * output.detach().cos()).mean()
-    loss.backward(retain_graph=True)
-    loss.backward()
+    with torch._functorch.config.patch(donated_buffer=False):
+        output = call(x)
+        loss = (output * output.detach().cos()).mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
     for name, parameter in model.named_parameters():
         assert_near(parameter.grad, 2 * once[name])
+
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    # Silently missing second-order terms would be worse: torch's compiled backward has none.
+    model = tiny.double(tiny.Mlp())
+    call, x = compiled(model), tiny.rows(4).requires_grad_()
+    with pytest.raises(RuntimeError, match=r"double backward|create_graph"):
+        torch.autograd.grad(call(x).sum(), x, create_graph=True)[0].sum().backward()
 
 
 def test_a_tied_copy_outside_the_compiled_root(assert_near: Near) -> None:
@@ -383,7 +400,8 @@ def test_a_tied_copy_outside_the_compiled_root(assert_near: Near) -> None:
     assert torch.equal(head.weight, body.weight) and head.weight.shape == (tiny.WIDTH, tiny.WIDTH)
     twin_body, twin_head = copy.deepcopy((body, head))
     tiny.assert_same(
-        tiny.outcome(lambda x: head(call(x)), body, x), tiny.outcome(lambda x: twin_head(twin_body(x)), twin_body, x),
+        tiny.outcome(lambda x: head(call(x)), body, x),
+        tiny.outcome(lambda x: twin_head(twin_body(x)), twin_body, x),
         assert_near,
     )
 
@@ -393,7 +411,8 @@ def test_multi_head_attention(assert_near: Near) -> None:
     model = tiny.double(nn.TransformerEncoderLayer(tiny.WIDTH, 4, 48, dropout=0.0, batch_first=True))
     call, x = compiled(model), tiny.rows(2, 5)
     call(x)
-    assert len(tiny.packed_names(model)) == 4 - 1 + ("self_attn.in_proj_weight_tt" in model.state_dict()) - 0
+    names = ["self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight"]
+    assert [line.decision.name for line in comera.report(model).tensorized] == names
     tiny.assert_as_eager(call, model, [x], assert_near)
     model.eval()
     with torch.no_grad():
@@ -418,9 +437,13 @@ def test_a_padding_row_stays_zero_and_pushes_nothing(assert_near: Near) -> None:
     padded = torch.stack([ids, torch.zeros_like(ids)], 1).reshape(-1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(5):
-        with_padding = tiny.outcome(lambda i: call(i) * 2, model, padded)["weight"]
-        without = tiny.outcome(lambda i: call(i), model, ids)["weight"]
-        assert_near(with_padding / with_padding.norm(), without / without.norm(), 10)
+        push = tiny.rows(80)
+        gradients = []
+        for indices, upstream in ((ids, push[::2]), (padded, push)):
+            model.zero_grad()
+            call(indices).backward(upstream)
+            gradients.append(model._parameters["weight"].grad.clone())
+        assert_near(gradients[1], gradients[0])
         optimizer.step()
     assert tiny.packed_names(model) == ["weight"]
     assert torch.equal(call(padded)[1::2], torch.zeros(40, tiny.WIDTH, dtype=torch.float64))
@@ -437,7 +460,10 @@ def test_two_compiled_wrappers_share_one_model(assert_near: Near) -> None:
 def test_two_models_of_one_class_do_not_mix(assert_near: Near) -> None:
     # Their frames share code; options and weights are each model's own.
     models = [tiny.double(tiny.Mlp()) for _ in range(2)]
-    calls = [torch.compile(m, backend="comera", options=tiny.OPTIONS | {"rank": r}) for m, r in zip(models, (2, 4))]
+    calls = [
+        torch.compile(m, backend="comera", options=tiny.OPTIONS | {"rank": r})
+        for m, r in zip(models, (2, 4), strict=True)
+    ]
     x = tiny.rows(4)
     for call, model, rank in zip(calls, models, (2, 4), strict=True):
         call(x)

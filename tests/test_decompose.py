@@ -181,9 +181,10 @@ def test_subspace_iteration_is_exact_on_low_rank_and_near_best_elsewhere() -> No
 
 
 def test_same_weight_same_cores() -> None:
-    # The sketch has its own seed: the global random state neither matters nor moves.
-    shape = choose_shape(768, 768, format="tt", rank=[8, 64, 8, 64, 8], order=3)
-    weight = decaying(768, 768)
+    # The sketch has its own seed: the global random state neither matters nor moves. The middle unfolding, 1024 x 1024
+    # at rank 20, is large enough to be sketched.
+    shape = choose_shape(1024, 1024, format="tt", rank=[16, 128, 20, 128, 16], modes=((16, 8, 8), (8, 8, 16)))
+    weight = decaying(1024, 1024)
     state = torch.get_rng_state()
     first = decompose(weight, shape)
     assert torch.equal(torch.get_rng_state(), state)

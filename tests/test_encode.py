@@ -163,12 +163,14 @@ def test_autocast_and_strides_do_not_change_the_result() -> None:
     weight = dense(encode(torch.randn(384, 256), LINEAR, init="random", max_error=0.01))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = auto(weight)
-    # In bfloat16 the error would be 1e-3 and more.
+        untrained = torch.randn(384, 256)
+        in_half = auto(untrained)
+    # In bfloat16 the error would be 1e-3 and more, and the energy off by about as much.
     assert found.packed is not None and found.relative_error <= 1e-6
+    assert in_half.kept == auto(untrained).kept
     # A transposed view, as tied or Conv1D weights are.
     strided = auto(weight.T.contiguous().T)
     assert strided.packed is not None and float((dense(strided) - weight).norm() / weight.norm()) <= 1e-5
-    untrained = torch.randn(384, 256)
     packed = auto(untrained).packed
     assert packed is not None and torch.equal(packed, auto(untrained.T.contiguous().T).packed)  # type: ignore[arg-type]
 
@@ -182,12 +184,12 @@ def test_equal_in_another_process() -> None:
     code = (
         "import torch, zlib; from comera_compile.tt.encode import encode; from comera_compile.tt.factorize import "
         "choose_shape; torch.set_num_threads(1); shape = choose_shape(384, 256, format='tt', rank=16); "
-        "weight = torch.randn(384, 256, generator=torch.Generator().manual_seed(1)); "
+        "weight = torch.randn(384, 256, generator=torch.Generator().manual_seed(1)).double(); "
         "found = encode(weight, shape, init='auto', max_error=0.01); "
         "print(found.method, zlib.crc32(bytes(found.packed.view(torch.uint8).tolist())))"
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    weight = torch.randn(384, 256, generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(384, 256, generator=torch.Generator().manual_seed(1)).double()
     found = auto(weight)
     assert found.packed is not None
     # To the bit, although this process has two threads and the other one.

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from code_lm.comparing import bits_at, compare, compare_rates
+from code_lm.comparing import bits_at, busy_note, compare, compare_rates
 from code_lm.data import draw_starts, source_files, split, windows
+from code_lm.machine import OthersWatch
 from code_lm.model import ByteGPT
 from code_lm.settings import Settings, parse
 from code_lm.training import Point, Run, schedule
@@ -21,7 +22,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "train_code_lm.py"
 
 
 def run(side: str, compile_seconds: float, *points: tuple[int, float, float]) -> Run:
-    return Run(side, 1e-3, 100, compile_seconds, 10.0, 50.0, [Point(*point) for point in points])
+    return Run(side, 1e-3, 100, compile_seconds, 10.0, 50.0, points=[Point(*point) for point in points])
 
 
 def test_no_file_is_both_trained_on_and_held_out(tmp_path: Path) -> None:
@@ -87,6 +88,21 @@ def test_equal_steps_and_equal_time_end_where_the_shorter_side_ends() -> None:
     assert bits["equal_time_with_compile"] == {"at": 30.0, "dense": 4.0, "comera": 6.0}
 
 
+def test_times_taken_on_a_busy_machine_are_marked() -> None:
+    # Two programs on the same cores slow each other by ten times and more, and not evenly.
+    quiet, busy = run("dense", 0, (0, 0.0, 8.0)), run("comera", 0, (0, 0.0, 8.0))
+    quiet.others_share, busy.others_share = 0.02, 0.4
+    assert busy_note(quiet, quiet) == [] and "40%" in busy_note(quiet, busy)[0]
+
+
+def test_the_share_of_others_leaves_out_own_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In ten seconds two cores worked for 15, of which this process had 5: others had 10 of 20.
+    readings = iter([(100.0, 40.0, 7.0), (110.0, 55.0, 12.0)])
+    monkeypatch.setattr(OthersWatch, "read", staticmethod(lambda: next(readings)))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert OthersWatch().share() == pytest.approx(0.5)
+
+
 def test_best_rates_are_those_of_the_lowest_final_bits() -> None:
     def tried(side: str, *bits: float) -> list[Run]:
         rates = (1e-4, 2e-4, 5e-4)
@@ -108,10 +124,12 @@ def test_what_is_given_overrides_the_short_form() -> None:
     assert settings.steps == 7 and settings.width == 256
 
 
+# CI runs the short form as a stage of its own.
+@pytest.mark.slow
 def test_short_form_runs_through(tmp_path: Path) -> None:
     # The only test that sees the example as a person does: both sides must learn, and comera with fewer parameters.
     command = [sys.executable, str(SCRIPT), "--short", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
     bits = result["bits_per_byte"]["equal_steps"]

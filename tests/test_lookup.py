@@ -31,7 +31,7 @@ SHAPES = {
 BRANCHES = {"as planned": lookup_plan.GATHER_COST, "gather": 0, "table": 10**9}
 
 
-@pytest.fixture(params=BRANCHES.values(), ids=BRANCHES.keys())
+@pytest.fixture(params=list(BRANCHES.values()), ids=list(BRANCHES))
 def branch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup_plan, "GATHER_COST", request.param)
 

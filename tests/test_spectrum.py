@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from comera_compile.tt.spectrum import energy_kept, looks_random
 
-UNTRAINED = {
+UNTRAINED: dict[str, Callable[[int, int], Tensor]] = {
     "linear": lambda m, n: nn.Linear(n, m).weight.detach(),
     "normal": lambda m, n: 3.0 * torch.randn(m, n),
     "truncated": lambda m, n: nn.init.trunc_normal_(torch.empty(m, n), std=0.02),
@@ -26,7 +27,14 @@ def spiked(m: int, n: int, share: float) -> Tensor:
     return torch.randn(m, n) + share * top * torch.outer(u / u.norm(), v / v.norm())
 
 
-STRUCTURED = {
+def flat_but_for_one(m: int, n: int) -> Tensor:
+    """All singular values 1, but for one that is as large as that of noise."""
+    weight = torch.eye(m, n)
+    weight[0, 0] = (math.sqrt(m) + math.sqrt(n)) / math.sqrt(max(m, n))
+    return weight
+
+
+STRUCTURED: dict[str, Callable[[int, int], Tensor]] = {
     "column scales": lambda m, n: torch.randn(m, n) * torch.arange(1, n + 1) ** -0.4,
     "row scales": lambda m, n: torch.randn(m, n) * torch.exp(0.3 * torch.randn(m, 1)),
     "low rank": lambda m, n: torch.randn(m, 8) @ torch.randn(8, n),
@@ -34,6 +42,7 @@ STRUCTURED = {
     "a learned update of rank 4": lambda m, n: torch.randn(m, n) + 0.3 * torch.randn(m, 4) @ torch.randn(4, n),
     "orthogonal": lambda m, n: nn.init.orthogonal_(torch.empty(m, n)),
     "identity": lambda m, n: torch.eye(m, n),
+    "identity but for one direction": flat_but_for_one,
     "mean": lambda m, n: torch.rand(m, n),
     "constant": lambda m, n: torch.ones(m, n),
 }

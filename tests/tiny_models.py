@@ -1,7 +1,7 @@
 """Models of a few thousand parameters and the comparisons that the tests of the backend share.
 
-``copy.deepcopy`` of a model that is tensorized already runs eagerly on the same cores (each weight is rebuilt by the marker
-op), so it is the truth for the compiled model: it shares neither plans nor generated code with it.
+``copy.deepcopy`` of a model that is tensorized already runs eagerly on the same cores (each weight is rebuilt by the
+marker op), so it is the truth for the compiled model: it shares neither plans nor generated code with it.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from comera_compile.tt.packing import merge_pair
+
 
 @dataclass(frozen=True)
 class Half:
@@ -51,7 +53,7 @@ def table_half(cores: Sequence[Tensor], indices: Tensor) -> Half:
     partial = []
     for core in cores[1:]:
         partial.append(product)
-        product = _join(product, core)
+        product = merge_pair(product, core)
     return Half(product.permute(1, 0, 2, 3), indices, None, tuple(partial))
 
 
@@ -81,14 +83,6 @@ def _table_gradients(half: Half, cores: Sequence[Tensor], grad: Tensor) -> list[
         grads.append(torch.mm(product.reshape(-1, r).t(), wide).reshape(core.shape))
         grad = torch.mm(wide, core.reshape(r, -1).t()).reshape(a, v, e, r)
     return [grad.contiguous(), *grads[::-1]]
-
-
-def _join(left: Tensor, right: Tensor) -> Tensor:
-    """``(a, v, e, r)`` and ``(r, w, f, b)`` to ``(a, v * w, e * f, b)``."""
-    a, v, e, r = left.shape
-    _, w, f, b = right.shape
-    joined = torch.mm(left.reshape(-1, r), right.reshape(r, -1)).reshape(a, v, e, w, f, b)
-    return joined.permute(0, 1, 3, 2, 4, 5).reshape(a, v * w, e * f, b)
 
 
 def _slices(core: Tensor, digit: Tensor) -> Tensor:

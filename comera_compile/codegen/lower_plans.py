@@ -62,62 +62,57 @@ def _lower(module: fx.GraphModule) -> None:
 
 
 def _call(
-    graph: fx.Graph, node: fx.Node, operands: dict[tuple[Any, ...], list[fx.Node]], replaced: dict[fx.Node, fx.Node]
+    graph: fx.Graph, node: fx.Node, operands: dict[fx.Node, list[fx.Node]], replaced: dict[fx.Node, fx.Node]
 ) -> fx.Node:
     """The call that runs a node's plan."""
     use, plan = node.meta[USE], node.meta[PLAN]
     if isinstance(plan, AttentionPlan):
         inputs = [replaced.get(n, n) for n in (use.query, use.key, use.value)]
         return graph.call_function(attention_by_products, (*inputs, plan.causal, plan.scale))
-    x = replaced.get(use.x, use.x)  # the input may itself have been a planned use
+    x, bias = (replaced.get(n, n) for n in (use.x, use.bias))  # each may itself have been a planned use
     if isinstance(plan, LinearPlan):
-        return graph.call_function(apply_operands, (plan.encode(), x, use.bias, *operands[_merge_key(node)]))
+        return graph.call_function(apply_operands, (plan.encode(), x, bias, *operands[node]))
     return graph.call_function(ttm_lookup._opoverload, (use.packed, x, use.layout))
 
 
-def _merge_key(node: fx.Node) -> tuple[Any, ...]:
-    """Uses of one weight under one plan share its merged operands."""
-    return node.meta[USE].packed, node.meta[USE].layout, node.meta[PLAN]
-
-
-def _merge_all(graph: fx.Graph, linears: list[fx.Node]) -> dict[tuple[Any, ...], list[fx.Node]]:
+def _merge_all(graph: fx.Graph, linears: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """Merge nodes, one for all weights of equal plan, dtype and device; returns the operands of each use."""
-    groups: dict[tuple[Any, ...], dict[tuple[Any, ...], None]] = defaultdict(dict)
+    groups: dict[tuple[Any, ...], dict[tuple[Any, ...], list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
     for node in linears:
-        packed, _, plan = key = _merge_key(node)
-        value = packed.meta["example_value"]
-        # A rebuilt W is as large as the dense weight: one at a time, where it is needed.
-        alone = node if plan.dense else None
-        groups[plan, value.dtype, value.device, value.requires_grad, alone][key] = None
-    operands: dict[tuple[Any, ...], list[fx.Node]] = {}
+        use, plan = node.meta[USE], node.meta[PLAN]
+        value = use.packed.meta["example_value"]
+        # A rebuilt W is as large as the dense weight: one at a time, where it is needed. A packed vector that the graph
+        # computes may only exist after uses of others.
+        alone = node if plan.dense or use.packed.op != "placeholder" else None
+        # Uses of one weight share its operands.
+        groups[plan, value.dtype, value.device, value.requires_grad, alone][use.packed, use.layout].append(node)
+    operands: dict[fx.Node, list[fx.Node]] = {}
     order = {n: k for k, n in enumerate(graph.nodes)}
-    for (plan, _, _, _, alone), keys in groups.items():
-        after = max((key[0] for key in keys), key=order.__getitem__)
-        if alone is not None:
-            after = alone.prev
-        operands |= _merge_group(graph, after, plan, list(keys))
+    for (plan, _, _, _, alone), uses in groups.items():
+        last = max((packed for packed, _ in uses), key=order.__getitem__)
+        operands |= _merge_group(graph, last if alone is None else alone.prev, plan, uses)
     return operands
 
 
 def _merge_group(
-    graph: fx.Graph, after: fx.Node, plan: LinearPlan, keys: list[tuple[Any, ...]]
-) -> dict[tuple[Any, ...], list[fx.Node]]:
+    graph: fx.Graph, after: fx.Node, plan: LinearPlan, uses: dict[tuple[Any, ...], list[fx.Node]]
+) -> dict[fx.Node, list[fx.Node]]:
     """One merge call, unbound over its layers (unbind's gradient is one stack; indexing's would be a sum of zeros)."""
-    scales = tuple(decode(layout).scale for _, layout, _ in keys)
+    scales = tuple(decode(layout).scale for _, layout in uses)
     with graph.inserting_after(_last_placeholder(graph, after)):
-        merged = graph.call_function(merge_cores, (plan.encode(), scales, *(packed for packed, _, _ in keys)))
-    result: dict[tuple[Any, ...], list[fx.Node]] = {key: [] for key in keys}
+        merged = graph.call_function(merge_cores, (plan.encode(), scales, *(packed for packed, _ in uses)))
+    operands: list[list[fx.Node]] = [[] for _ in uses]
     previous = merged
     for position in range(len(plan.operands)):
         with graph.inserting_after(previous):
             stacked = graph.call_function(operator.getitem, (merged, position))
         with graph.inserting_after(stacked):
             previous = layers = graph.call_function(torch.unbind, (stacked,))
-        for k, key in enumerate(keys):
+        for k, ours in enumerate(operands):
             with graph.inserting_after(previous):
                 previous = graph.call_function(operator.getitem, (layers, k))
-            result[key].append(previous)
-    return result
+            ours.append(previous)
+    return {node: ours for nodes, ours in zip(uses.values(), operands, strict=True) for node in nodes}
 
 
 def _last_placeholder(graph: fx.Graph, after: fx.Node) -> fx.Node:

@@ -39,9 +39,7 @@ def merge_cores(plan_text: str, scales: Sequence[float], *packed: torch.Tensor) 
         return result
 
 
-def apply_operands(
-    plan_text: str, x: torch.Tensor, bias: torch.Tensor | None, *operands: torch.Tensor
-) -> torch.Tensor:
+def apply_operands(plan_text: str, x: torch.Tensor, bias: torch.Tensor | None, *operands: torch.Tensor) -> torch.Tensor:
     """``y`` of a plan for ``x`` of shape ``[..., width]`` and the operands of one layer.
 
     ``bias`` has the width of ``y`` or is None.
@@ -194,4 +192,3 @@ def _compute_dtype(x: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.d
     if wrong:
         raise RuntimeError(f"expected input and weight to have the same dtype, got {x.dtype} and {wrong[0]}")
     return x.dtype
-

@@ -7,6 +7,7 @@ the marker, which rebuilds the dense matrix: right, only slower, and counted in 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,15 +15,25 @@ import torch.nn.functional as F
 from torch import fx
 
 from comera_compile.errors import CompileError
-from comera_compile.passes.graph_nodes import argument, graph_modules
+from comera_compile.passes.graph_nodes import argument, example, graph_modules
 from comera_compile.planning.linear_plan import Side
 from comera_compile.planning.uses import USE, TTUse
 from comera_compile.tt.marker import MARKERS, decode
+from comera_compile.tt.shape import TTShape
 
 _LINEAR = (F.linear, torch._C._nn.linear)
 _MATMUL: tuple[Any, ...] = (torch.matmul, torch.mm, operator.matmul)
+_IN_PLACE_OPERATORS = [
+    getattr(operator, f"i{name}")
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+]
 _TRANSPOSES: dict[Any, tuple[Any, ...]] = {
-    "t": (), "transpose": (0, 1), "permute": (1, 0), "numpy_T": (), "swapaxes": (0, 1), "adjoint": (),
+    "t": (),
+    "transpose": (0, 1),
+    "permute": (1, 0),
+    "numpy_T": (),
+    "swapaxes": (0, 1),
+    "adjoint": (),
 }
 
 
@@ -48,7 +59,6 @@ def _tag_users(marker: fx.Node) -> None:
     _refuse_writes(marker)
     for user in marker.users:
         if _is_transpose(user, marker):
-            _refuse_writes(user)
             for second in user.users:
                 _tag(second, marker, weight=user, transposed=True)
         else:
@@ -60,7 +70,7 @@ def _tag(node: fx.Node, marker: fx.Node, *, weight: fx.Node, transposed: bool) -
     assert isinstance(packed, fx.Node) and isinstance(layout, str)
     shape = decode(layout)
     if shape.format == "ttm":
-        if node.target is F.embedding and not transposed and argument(node, 1, "weight") is weight:
+        if node.target is F.embedding and not transposed and _is_plain_lookup(node, weight, shape):
             node.meta[USE] = TTUse("embedding", packed, layout, "rows", argument(node, 0, "input"), None)
         return
     operands = _linear_operands(node, weight)
@@ -68,7 +78,18 @@ def _tag(node: fx.Node, marker: fx.Node, *, weight: fx.Node, transposed: bool) -
         return
     x, bias, weight_is_transposed = operands
     contracts: Side = "cols" if weight_is_transposed != transposed else "rows"
-    node.meta[USE] = TTUse("linear", packed, layout, contracts, x, bias)
+    width = shape.rows if contracts == "cols" else shape.cols
+    # addmm also takes a whole matrix, or something to be broadcast, in the place of a bias.
+    if bias is None or tuple(example(bias).shape) == (width,):
+        node.meta[USE] = TTUse("linear", packed, layout, contracts, x, bias)
+
+
+def _is_plain_lookup(node: fx.Node, weight: fx.Node, shape: TTShape) -> bool:
+    """Whether a lookup differentiates like an indexing of the table: other gradients belong to some of its options."""
+    padding = argument(node, 2, "padding_idx")
+    known_padding = padding is None or padding % shape.rows == shape.zero_row
+    special = argument(node, 3, "max_norm") is not None or argument(node, 5, "scale_grad_by_freq", False)
+    return argument(node, 1, "weight") is weight and known_padding and not special
 
 
 def _linear_operands(node: fx.Node, weight: fx.Node) -> tuple[fx.Node, fx.Node | None, bool] | None:
@@ -103,14 +124,38 @@ def _is_transpose(node: fx.Node, weight: fx.Node) -> bool:
     return not dims or (sorted(dims) == [0, 1] and (name != "permute" or dims == (1, 0)))
 
 
-def _refuse_writes(node: fx.Node) -> None:
-    for user in node.users:
-        method = user.target if user.op == "call_method" else getattr(user.target, "__name__", "")
-        writes = isinstance(method, str) and method.endswith("_") and not method.startswith("_")
-        target_is_node = bool(user.args) and user.args[0] is node
-        writes = writes and method != "requires_grad_" and target_is_node
-        if writes or (user.target is operator.setitem and target_is_node) or user.kwargs.get("out") is node:
-            raise CompileError(
-                f"the compiled code writes in place ({method}) to the dense matrix of a tensor-train weight; the write "
-                "would be lost. Do it outside the compiled function, or keep the layer dense with the option exclude"
-            )
+def _refuse_writes(marker: fx.Node) -> None:
+    for alias in _aliases(marker):
+        for user in alias.users:
+            name = user.target if user.op == "call_method" else getattr(user.target, "__name__", "")
+            written = [*user.args[:1], user.kwargs.get("input")] if _writes(user, str(name)) else []
+            if any(alias in _flat(target) for target in [*written, user.kwargs.get("out")]):
+                raise CompileError(
+                    f"the compiled code writes in place ({name}) to the dense matrix of a tensor-train weight; the "
+                    "write would be lost. Do it outside the compiled function, or keep the layer dense with the option "
+                    "exclude"
+                )
+
+
+def _writes(node: fx.Node, name: str) -> bool:
+    """Whether an operation writes to its first argument."""
+    in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    return in_place or node.target is operator.setitem or node.target in _IN_PLACE_OPERATORS
+
+
+def _aliases(node: fx.Node) -> list[fx.Node]:
+    """A node and all views of it, of any depth: what shares its storage in Dynamo's fake tensors."""
+    found, storages = [node], _storages(node)
+    for alias in found:
+        found += [user for user in alias.users if user not in found and _storages(user) & storages]
+    return found
+
+
+def _storages(node: fx.Node) -> set[int]:
+    values = _flat(node.meta.get("example_value"))
+    return {v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor) and v.layout == torch.strided}
+
+
+def _flat(value: Any) -> Sequence[Any]:
+    """The parts of a list or tuple (``torch._foreach_*``, ``unbind``), or the value alone."""
+    return value if isinstance(value, (list, tuple)) else (value,)

@@ -15,7 +15,7 @@ from torch import Tensor
 from comera_compile.tt.packing import cores_of, pack
 from comera_compile.tt.shape import TTShape
 
-_WORST_CONDITION = 1e6
+_STRETCH = 1e4  # a gauge that stretches or shrinks by more joins weights that are not alike
 _RIDGE = 1e-8
 
 
@@ -60,7 +60,8 @@ def _gauges(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Tensor] | 
         # Directions that carry nothing (a weight of lower rank than its shape allows) are left as they are.
         ridge = torch.eye(len(own), dtype=own.dtype, device=own.device) * (_RIDGE * own.trace() / len(own))
         gauge = torch.linalg.solve(own + ridge, mixed + ridge)
-        if not bool(torch.linalg.cond(gauge) < _WORST_CONDITION):
+        stretch = torch.linalg.svdvals(gauge)
+        if not bool((stretch[0] < _STRETCH) & (stretch[-1] > 1 / _STRETCH)):
             return None
         gauges.append(gauge)
     return gauges

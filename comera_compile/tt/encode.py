@@ -76,7 +76,7 @@ def encode(
     # The first forward of a compiled model may run under autocast: the decision must not.
     with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
         _check(weight, shape, name)
-        return _decide(weight.detach().contiguous(), shape, init, max_error, tolerance)
+        return _decide(weight.detach(), shape, init, max_error, tolerance)
 
 
 def _decide(weight: Tensor, shape: TTShape, init: Init, max_error: float, tolerance: float | None) -> Encoded:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from comera_compile.tt.dense_gradient import dense_gradient
 from comera_compile.tt.packing import to_dense
 from comera_compile.tt.shape import TTShape
 
@@ -48,11 +49,8 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
 @torch.library.custom_op("comera::tt_weight_backward", mutates_args=())
 def tt_weight_backward(packed: torch.Tensor, grad: torch.Tensor, layout: str) -> torch.Tensor:
     """Gradient of the packed vector from the gradient of the dense ``(rows, cols)`` matrix."""
-    # The body of a custom op runs below autograd; torch.func brings its own differentiation.
     with torch.autocast(packed.device.type, enabled=False):
-        pullback = torch.func.vjp(lambda p: to_dense(p, decode(layout)), packed.detach())[1]
-        gradient: torch.Tensor = pullback(grad)[0]
-    return gradient.contiguous()
+        return dense_gradient(packed, grad, decode(layout))
 
 
 @tt_weight_backward.register_fake

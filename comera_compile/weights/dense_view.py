@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from comera_compile.errors import WeightError
+from comera_compile.tt.align import align
 from comera_compile.tt.encode import encode
 from comera_compile.tt.marker import decode, tt_weight
 
@@ -23,19 +25,20 @@ _FLAG_SET = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 def dense_view(packed: torch.Tensor, layout: str) -> torch.Tensor:
     """Dense ``(rows, cols)`` matrix of ``packed`` with its autograd history; writes to it reach ``packed`` or raise."""
-    view: DenseView = tt_weight(packed, layout).as_subclass(DenseView)
-    view._link = _Link(packed, layout, view)
+    source: torch.Tensor = tt_weight(packed, layout)
+    view: DenseView = source.as_subclass(DenseView)
+    view._link = _Link(packed, layout, source)
     return view
 
 
 class _Link:
     """The packed vector behind a dense matrix and everything that shares storage with it."""
 
-    def __init__(self, packed: torch.Tensor, layout: str, matrix: torch.Tensor) -> None:
+    def __init__(self, packed: torch.Tensor, layout: str, source: torch.Tensor) -> None:
         self.packed = packed
         self.layout = layout
-        with torch._C.DisableTorchFunctionSubclass():
-            self.matrix = matrix.detach().as_subclass(torch.Tensor)
+        self.source = source
+        self.matrix = source.detach()
 
     def write_back(self, matrix: torch.Tensor) -> None:
         """Put ``matrix`` into the cores at their present modes, ranks and scale."""
@@ -50,13 +53,39 @@ class _Link:
                     f"{encoded.reason}. Nothing was changed. Call comera.densify(model) first, or write to the packed "
                     "parameter itself (module._parameters)"
                 )
-            self.packed.copy_(encoded.packed * (encoded.shape.scale / shape.scale))
+            cores = encoded.packed * (encoded.shape.scale / shape.scale)
+            # After a small write the optimizer's moments, and averages of the cores, still fit.
+            aligned = align(cores, self.packed, shape) if encoded.method == "svd" else None
+            self.packed.copy_(cores if aligned is None else aligned)
 
 
 class DenseView(torch.Tensor):
     """A dense matrix that knows the packed vector it came from."""
 
     _link: _Link
+    _derived = False  # whether it is a view of what ``module.weight`` gave
+
+    @property
+    def _is_param(self) -> bool:
+        """``nn.Parameter`` marks what it makes by setting this: an independent dense parameter from then on."""
+        return False
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        self.__dict__.clear()
+        self.__class__ = nn.Parameter  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as the plain tensor it is."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach().as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A dense parameter of its own, as a copy of ``layer.weight`` always was."""
+        with torch._C.DisableTorchFunctionSubclass():
+            copied = nn.Parameter(self.detach().as_subclass(torch.Tensor).clone(), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
 
     @classmethod
     def __torch_function__(
@@ -69,28 +98,28 @@ class DenseView(torch.Tensor):
         """Run the operation on the dense matrix, keep track of views of it, and carry writes through."""
         kwargs = kwargs or {}
         views = list(_views((args, kwargs)))
-        if views and func in (_DATA_SET, _FLAG_SET, torch.Tensor.requires_grad_):
-            return _set(func, views[0], args[1:], kwargs)
+        if views and func == _DATA_SET:
+            return _set_data(views[0], args[1])
+        if views and func in (_FLAG_SET, torch.Tensor.requires_grad_) and not views[0]._derived:
+            views[0]._link.packed.requires_grad_(*args[1:], **kwargs)
+            return None if func == _FLAG_SET else views[0]
         with torch._C.DisableTorchFunctionSubclass():
-            before = [view._version for view in views]
+            before = [(view._version, view._link.source.grad_fn) for view in views]
             result = func(*args, **kwargs)
-            written = [v for v, version in zip(views, before, strict=True) if v._version != version]
-            if torch.is_grad_enabled() and any(v.requires_grad for v in written):
+            changed = [(v, node) for v, (version, node) in zip(views, before, strict=True) if v._version != version]
+            written = [v for v, _ in changed]
+            # The functions of nn.init set their own grad mode: whether autograd saw the write shows in its record only.
+            if any(v._link.source.grad_fn is not node for v, node in changed):
                 raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
         for link in {id(v._link): v._link for v in written}.values():
             link.write_back(link.matrix)
         return _linked(result, views)
 
 
-def _set(func: Callable[..., Any], view: DenseView, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """``weight.data = ...`` and ``weight.requires_grad = ...``, which no version counter shows."""
-    link = view._link
-    if func is _DATA_SET:
-        with torch._C.DisableTorchFunctionSubclass():
-            link.write_back(args[0])
-            return None
-    link.packed.requires_grad_(*args, **kwargs)
-    return None if func is _FLAG_SET else view
+def _set_data(view: DenseView, data: torch.Tensor) -> None:
+    """``weight.data = ...``, which no version counter shows."""
+    with torch._C.DisableTorchFunctionSubclass():
+        view._link.write_back(data)
 
 
 def _views(values: Any) -> Iterator[DenseView]:
@@ -115,7 +144,7 @@ def _linked(result: Any, views: Sequence[DenseView]) -> Any:
         for view in views:
             if result.device.type != "meta" and address and view.untyped_storage().data_ptr() == address:
                 linked_view: DenseView = result.as_subclass(DenseView)
-                linked_view._link = view._link
+                linked_view._link, linked_view._derived = view._link, True
                 return linked_view
     return result
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 
@@ -27,52 +27,61 @@ class LoadPolicy:
 
 @dataclass(frozen=True)
 class Entry:
-    """What to load: the value and its shape, or None when it is to be kept dense."""
+    """What to load: the value, its shape (None: a dense matrix that is kept dense) and how it came about."""
 
     value: torch.Tensor
     shape: TTShape | None
+    reason: str = "loaded from a checkpoint"
 
 
-def take_entry(
-    state: MutableMapping[str, torch.Tensor], name: str, shape: TTShape, parameter: torch.Tensor, policy: LoadPolicy
+def find_entry(
+    state: Mapping[str, Any], name: str, shape: TTShape | None, parameter: torch.Tensor, policy: LoadPolicy
 ) -> Entry | None:
-    """Read (and, for the layout, remove) the entry of one packed parameter.
+    """The entry of one parameter, in the form in which the model is to have it.
 
     Args:
         state: state dict being loaded.
         name: full name of the parameter in it.
-        shape: present shape of the parameter.
-        parameter: the packed parameter, for dtype and device.
-        policy: what to do with a dense matrix.
+        shape: present shape of the parameter, None if it is dense.
+        parameter: the parameter, for dense size, dtype and device.
+        policy: what to do with a dense matrix for a packed parameter.
 
     Returns:
-        None when the state dict has no such weight.
+        None when there is nothing to convert: the state dict has no such weight, or has it dense and so has the model,
+        or has a vector of the model's length without a layout, which a strict load reports as missing.
 
     Raises:
         ShapeError: the entry is neither this weight's dense matrix nor a packed vector whose layout is known.
     """
-    layout = state.pop(name + LAYOUT_SUFFIX, None)
-    value = state.get(name)
-    if value is None:
+    value, layout = state.get(name), state.get(name + LAYOUT_SUFFIX)
+    stored = TTShape.from_tensor(layout) if isinstance(value, torch.Tensor) and is_layout(layout) else None
+    if value is None or (stored is None and shape is None):
         return None
-    if layout is not None:
-        stored = TTShape.from_tensor(layout)
-        if (stored.rows, stored.cols) == (shape.rows, shape.cols) and value.shape == (stored.numel,):
+    dense_size = tuple(parameter.shape) if shape is None else (shape.rows, shape.cols)
+    if stored is not None:
+        if (stored.rows, stored.cols) == dense_size and value.shape == (stored.numel,):
             return Entry(value, stored)
-    elif value.shape == (shape.numel,):
-        return Entry(value, shape)
-    elif value.shape == (shape.rows, shape.cols):
+    elif shape is not None and value.shape == (shape.numel,):
+        return None
+    elif shape is not None and value.shape == dense_size:
         return _from_dense(value, name, shape, parameter, policy)
-    expected = f"a dense {shape.rows}x{shape.cols} matrix or a packed vector with its layout '{name}{LAYOUT_SUFFIX}'"
-    raise ShapeError(f"{name}: expected {expected}, got {tuple(value.shape)}; load a checkpoint of the same model")
+    got = "a tensor train of " + (f"{stored.rows}x{stored.cols}" if stored else "an unknown layout")
+    raise ShapeError(
+        f"{name}: expected a matrix of {'x'.join(map(str, dense_size))}, dense or packed with its layout "
+        f"'{name}{LAYOUT_SUFFIX}', got {got if value.dim() == 1 else f'{tuple(value.shape)}'}: "
+        "load a checkpoint of the same model"
+    )
 
 
-def _from_dense(
-    value: torch.Tensor, name: str, shape: TTShape, parameter: torch.Tensor, policy: LoadPolicy
-) -> Entry:
+def is_layout(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether a state dict's value can be a layout: a user's own entry may end in the same suffix."""
+    return isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.dim() == 1
+
+
+def _from_dense(value: torch.Tensor, name: str, shape: TTShape, parameter: torch.Tensor, policy: LoadPolicy) -> Entry:
     dense = value.detach().to(parameter)
     encoded = encode(dense, shape, init=policy.init, max_error=policy.max_error, name=name)
     if encoded.packed is None:
         _log.warning("comera: %s was loaded dense and stays dense: %s", name, encoded.reason)
-        return Entry(dense, None)
-    return Entry(encoded.packed, encoded.shape)
+        return Entry(dense, None, f"loaded dense: {encoded.reason}")
+    return Entry(encoded.packed, encoded.shape, f"loaded dense: {encoded.reason}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 # What torch.compile's wrapper puts into the names of everything below it.
 _WRAPPER = "_orig_mod"
@@ -42,6 +43,11 @@ def owners_of(parameters: Iterable[torch.Tensor], modules: Iterable[nn.Module]) 
     return found
 
 
+def is_matrix(parameter: torch.Tensor | None) -> bool:
+    """Whether a parameter has two dimensions or more; those of lazy modules do not say before their first forward."""
+    return parameter is not None and not isinstance(parameter, UninitializedParameter) and parameter.dim() > 1
+
+
 def plain_name(name: str) -> str:
     """A dotted name without the parts that torch.compile's wrapper adds, at the top or around a submodule."""
     return ".".join(part for part in name.split(".") if part != _WRAPPER)
@@ -64,7 +70,7 @@ def outer_modules(modules: Iterable[nn.Module], roots: Iterable[nn.Module]) -> l
 
 
 def in_named_order(modules: Sequence[nn.Module], names: dict[int, str]) -> list[nn.Module]:
-    """Modules in the order of ``names``, then the others: a tied weight bears its first name, whoever was made first."""
+    """Modules in the order of ``names``, then the others: a tied weight bears its first name, whoever was made when."""
     position = {key: k for k, key in enumerate(names)}
     return sorted(modules, key=lambda m: position.get(id(m), len(position)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -11,9 +12,10 @@ from torch.distributed.tensor import DTensor
 from comera_compile import torch_private
 from comera_compile.errors import PlacementError
 from comera_compile.tt.shape import TTShape
-from comera_compile.weights import optimizer_state, tt_module
+from comera_compile.weights import tt_module
 from comera_compile.weights.entries import LoadPolicy
 from comera_compile.weights.owners import Owner
+from comera_compile.weights.replace_data import replace_data
 
 _WRAPPERS = ("DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel")
 
@@ -39,35 +41,53 @@ def check_movable(named: Iterable[tuple[str, torch.Tensor]], modules: Iterable[n
                 "comera.tensorize(model) before wrapping the model, then compile"
             )
     for name, parameter in named:
-        if isinstance(parameter, DTensor):
-            raise PlacementError(f"{name} is already sharded (DTensor): call comera.tensorize(model) before sharding")
-        if torch_private.has_live_graph(parameter):
+        check_whole(name, parameter)
+        if _held(parameter):
             raise PlacementError(
-                f"{name} is part of an autograd graph that is still alive (an eager loss or output computed before the "
-                "first compiled call, or a wrapper such as DDP): expected none while the weight changes shape. "
-                "Delete that loss or run its backward first, or call comera.tensorize(model) before the first forward"
+                f"{name} is part of an autograd graph that is still alive (an eager loss or output that is still "
+                "referenced, or a wrapper such as DDP): expected none while the weight changes shape. Delete that loss "
+                "or run its backward first, or call comera.tensorize(model) before the first forward"
             )
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 manages parameters of the module or of a part of it."""
+    return any(c.__name__ == "FSDPModule" for part in module.modules() for c in type(part).__mro__)
+
+
+def check_whole(name: str, parameter: torch.Tensor) -> None:
+    """Refuse a parameter of which this process holds a shard only.
+
+    Raises:
+        PlacementError: FSDP2 or tensor parallelism has sharded it.
+    """
+    if isinstance(parameter, DTensor):
+        raise PlacementError(f"{name} is already sharded (DTensor): call comera.tensorize(model) before sharding")
+
+
+def _held(parameter: torch.Tensor) -> bool:
+    """Whether a graph uses it: one that nobody can reach any more, in a cycle of references, does not count."""
+    if not torch_private.has_live_graph(parameter):
+        return False
+    gc.collect()
+    return torch_private.has_live_graph(parameter)
 
 
 def place_packed(
     parameter: nn.Parameter, owners: Sequence[Owner], packed: torch.Tensor, shape: TTShape, policy: LoadPolicy
 ) -> None:
-    """Make a parameter a packed one in place and tell every owner. Frees the storage it had."""
-    _replace_data(parameter, packed)
+    """Make a parameter a packed one in place and tell every owner. Frees the storage it had, if the size differs."""
+    if parameter.shape == packed.shape:  # another layout of equal length: whoever holds on to the storage may do so
+        with torch.no_grad():
+            parameter.copy_(packed)
+    else:
+        replace_data(parameter, packed)
     for owner in owners:
         tt_module.install(owner.module, owner.key, shape, policy)
 
 
 def place_dense(parameter: nn.Parameter, owners: Sequence[Owner], dense: torch.Tensor) -> None:
     """Inverse of ``place_packed``."""
-    _replace_data(parameter, dense)
+    replace_data(parameter, dense)
     for owner in owners:
         tt_module.remove(owner.module, owner.key)
-
-
-def _replace_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
-    optimizer_state.watch(parameter, parameter.shape)
-    # The first call may run under inference_mode; its tensors could never be trained.
-    with torch.inference_mode(False), torch.no_grad():
-        parameter.grad = None
-        parameter.data = data.detach().clone(memory_format=torch.contiguous_format)

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from comera_compile.errors import ShapeError
 from comera_compile.tt.marker import decode, tt_weight
 from comera_compile.tt.shape import TTShape
 from comera_compile.weights.dense_view import dense_view
-from comera_compile.weights.entries import LAYOUT_SUFFIX, LoadPolicy, take_entry
+from comera_compile.weights.entries import LAYOUT_SUFFIX, LoadPolicy
 
 _LAYOUTS = "_comera_layouts"
 _POLICIES = "_comera_policies"
@@ -50,6 +50,12 @@ def shapes_of(module: nn.Module) -> dict[str, TTShape]:
     layouts: Mapping[str, str] = module.__dict__.get(_LAYOUTS, {})
     shapes = {key: decode(text) for key, text in layouts.items()}
     return {key: shape for key, shape in shapes.items() if _is_packed(module._parameters.get(key), shape)}
+
+
+def policy_of(module: nn.Module, key: str) -> LoadPolicy:
+    """How a dense matrix that is loaded into this packed parameter is put into cores."""
+    policy: LoadPolicy = module.__dict__.get(_POLICIES, {}).get(key, LoadPolicy())
+    return policy
 
 
 def base_class(module: nn.Module) -> type:
@@ -88,8 +94,14 @@ def _make_class(base: type, keys: tuple[str, ...]) -> type:
 
 def _weight_property(key: str) -> property:
     def dense_weight(self: nn.Module) -> torch.Tensor | None:
+        if key not in self._parameters:  # deleted, perhaps to put a computed tensor in its place (weight_norm)
+            if key not in self.__dict__:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {key!r}")
+            replaced: torch.Tensor = self.__dict__[key]
+            return replaced
         packed = self._parameters[key]
-        if packed is None or packed.dim() != 1:  # somebody registered another parameter under this name
+        # Somebody registered another parameter under this name, or FSDP asks for its shard.
+        if packed is None or packed.dim() != 1 or isinstance(packed, DTensor):
             return packed
         layouts: Any = self._comera_layouts
         if torch.compiler.is_compiling():
@@ -97,7 +109,10 @@ def _weight_property(key: str) -> property:
             return traced
         return dense_view(packed, layouts[key])
 
-    return property(dense_weight, doc="The dense matrix of the packed parameter of this name.")
+    def keep_replaced(self: nn.Module, value: torch.Tensor) -> None:
+        self.__dict__[key] = value  # nn.Module has dealt with parameters, buffers and modules before it comes here
+
+    return property(dense_weight, keep_replaced, doc="The dense matrix of the packed parameter of this name.")
 
 
 def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
@@ -119,30 +134,26 @@ def _save_to_state_dict(self: nn.Module, destination: dict[str, Any], prefix: st
         destination[prefix + key + LAYOUT_SUFFIX] = shape.to_tensor()
 
 
-def _load_from_state_dict(self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-    base, errors = base_class(self), args[-1]
+def _load_from_state_dict(
+    self: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """``load_state_dict`` has brought model and state dict into one form (see ``checkpoint``); others may not have."""
     for key, shape in shapes_of(self).items():
-        try:
-            _take(self, key, shape, state_dict, prefix)
-        except ShapeError as error:
-            errors.append(str(error))
-            state_dict[prefix + key] = self._parameters[key]
-    base._load_from_state_dict(self, state_dict, prefix, *args)  # type: ignore[attr-defined]
-
-
-def _take(module: nn.Module, key: str, shape: TTShape, state_dict: dict[str, Any], prefix: str) -> None:
-    """Bring the parameter into the form that the state dict has for it (or the state dict into packed form)."""
-    parameter = module._parameters[key]
-    assert parameter is not None
-    policy = module.__dict__.get(_POLICIES, {}).get(key, LoadPolicy())
-    entry = take_entry(state_dict, prefix + key, shape, parameter, policy)
-    if entry is None:
-        return
-    state_dict[prefix + key] = entry.value
-    if entry.shape == shape:
-        return
-    parameter.data = torch.empty(entry.value.shape, dtype=parameter.dtype, device=parameter.device)
-    if entry.shape is None:
-        remove(module, key)
-    else:
-        install(module, key, entry.shape)
+        name = prefix + key
+        layout, value = state_dict.pop(name + LAYOUT_SUFFIX, None), state_dict.get(name)
+        if value is None:
+            continue
+        if layout is None and strict:
+            missing.append(name + LAYOUT_SUFFIX)
+        if value.shape != (shape.numel,) or (layout is not None and TTShape.from_tensor(layout) != shape):
+            errors.append(f"{name}: not in the form '{shape.encode()}' of the model: call model.load_state_dict")
+            state_dict[name] = self._parameters[key]
+    load = base_class(self)._load_from_state_dict  # type: ignore[attr-defined]
+    load(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors)

@@ -13,6 +13,8 @@ import torch
 from code_lm.settings import Settings
 from code_lm.training import Point, Run
 
+BUSY = 0.1  # share of the processor that others may have before times cannot be compared
+
 
 def bits_at(run: Run, x: float, axis: Callable[[Point], float]) -> float:
     """Held-out bits per byte at ``x`` steps or seconds: a straight line between the two nearest measured points."""
@@ -40,6 +42,7 @@ def compare(dense: Run, comera: Run, settings: Settings) -> dict[str, Any]:
         "speedup": {"comera": dense.step_ms / comera.step_ms},
         "memory_ratio": {"comera": memory},
         "parameter_ratio": {"comera": dense.parameters / comera.parameters},
+        "others_share": {run.side: run.others_share for run in (dense, comera)},
         "compile_seconds": {run.side: run.compile_seconds for run in (dense, comera)},
         "steps": {run.side: run.points[-1].step for run in (dense, comera)},
         "bits_per_byte": {
@@ -71,7 +74,18 @@ def table(dense: Run, comera: Run, result: dict[str, Any]) -> str:
         (f"  after {bits['equal_time']['at']:.0f} s of steps each", *gap(bits["equal_time"])),
         (f"  after {with_compile['at']:.0f} s, compilation included", *gap(with_compile)),
     ]
-    return "\n".join(f"{a:40} {b:>10} {c:>10}   {d}".rstrip() for a, b, c, d in rows)
+    lines = [f"{a:40} {b:>10} {c:>10}   {d}".rstrip() for a, b, c, d in rows]
+    return "\n".join([*lines, *busy_note(dense, comera)])
+
+
+def busy_note(dense: Run, comera: Run) -> list[str]:
+    """A warning where times are worth nothing, since other programs had too much of the processor."""
+    share = max(run.others_share or 0.0 for run in (dense, comera))
+    if share <= BUSY:
+        return []
+    return [
+        f"NOTE other programs took up to {share:.0%} of the processor: trust no time above, run again when it is idle"
+    ]
 
 
 def megabytes(run: Run) -> str:

@@ -22,7 +22,7 @@ class Settings:
     context: int = 256
     batch: int = 4
     rank: int = 32
-    lr: float = 1e-3
+    lr: float = 5e-4
     seed: int = 0
     threads: int = 0
     windows: int = 32

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from code_lm.data import Corpus, draw_starts, windows
-from code_lm.memory import held_mb, step_growth_mb
+from code_lm.machine import OthersWatch, held_mb, step_growth_mb
 from code_lm.model import ByteGPT
 from code_lm.settings import Settings
 
@@ -39,6 +39,7 @@ class Run:
     compile_seconds: float
     step_ms: float = math.nan
     memory_mb: float | None = None
+    others_share: float | None = None
     points: list[Point] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -115,7 +116,7 @@ class Trainer:
         run = Run(self.side, lr, sum(p.numel() for p in self.model.parameters()), self.compile_seconds)
         generator = torch.Generator().manual_seed(self.settings.seed + 2)
         times: list[float] = []
-        bits, done, spent = math.nan, 0.0, 0.0
+        bits, done, spent, others = math.nan, 0.0, 0.0, OthersWatch()
         run.points.append(Point(0, 0.0, self.held_out_bits()))
         while done < 1:
             start = time.perf_counter()
@@ -127,7 +128,7 @@ class Trainer:
             if done * self.settings.checks >= len(run.points) or done >= 1:
                 run.points.append(Point(len(times), spent, self.held_out_bits()))
             self.show(done, len(times), spent, bits, run.points[-1].bits)
-        run.step_ms = statistics.median(times) * 1000
+        run.step_ms, run.others_share = statistics.median(times) * 1000, others.share()
         if measure_memory:
             run.memory_mb = self.memory_mb(generator)
         return run

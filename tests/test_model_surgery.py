@@ -1,0 +1,304 @@
+"""What people do to a model around training: copy, pickle, replace, freeze, load, overwrite. Each is seen at once."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import comera_compile as comera
+from comera_compile.errors import CompileError, WeightError
+from tests import tiny_models as tiny
+
+Near = Callable[..., None]
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """A tensorized model in float64."""
+    return comera.tensorize(tiny.double(tiny.Mlp()), **tiny.TENSORIZE)
+
+
+def compiled(model: nn.Module) -> Callable[..., Tensor]:
+    call: Callable[..., Tensor] = torch.compile(model, backend="comera", options=tiny.OPTIONS)
+    return call
+
+
+def test_deepcopy_is_independent_and_equal(model: nn.Module, assert_near: Near) -> None:
+    call, x = compiled(model), tiny.rows(3)
+    twin = copy.deepcopy(model)
+    assert type(twin.fc1) is type(model.fc1) and isinstance(twin.fc1, nn.Linear)
+    assert_near(compiled(twin)(x), call(x))
+    with torch.no_grad():
+        twin.fc1._parameters["weight"].zero_()
+    assert not torch.equal(twin(x), model(x))
+
+
+def test_deepcopy_keeps_ties() -> None:
+    # One Parameter before, one Parameter after: else the copy would train two.
+    twin = copy.deepcopy(comera.tensorize(tiny.Tied(), **tiny.TENSORIZE))
+    assert twin.embed._parameters["weight"] is twin.head._parameters["weight"]
+    assert torch.equal(twin.embed.weight, twin.head.weight)
+
+
+def test_deepcopy_of_a_compiled_model_that_was_called(assert_near: Near) -> None:
+    # What EMA implementations do with whatever the trainer hands them.
+    model = tiny.double(tiny.Mlp())
+    call, x = compiled(model), tiny.rows(3)
+    call(x)
+    twin = copy.deepcopy(call)
+    assert_near(twin(x), call(x))
+    assert len(tiny.packed_names(twin)) == 2
+
+
+@pytest.mark.parametrize("through", ["pickle", "torch"])
+def test_pickling_the_whole_model(model: nn.Module, through: str, assert_near: Near) -> None:
+    # The swapped class exists in this process only: the pickle names the class that can be imported.
+    buffer = io.BytesIO()
+    if through == "pickle":
+        pickle.dump(model, buffer)
+    else:
+        torch.save(model, buffer)
+    assert b"TTLinear" not in buffer.getvalue()
+    buffer.seek(0)
+    loaded = pickle.load(buffer) if through == "pickle" else torch.load(buffer, weights_only=False)
+    assert type(loaded.fc1) is type(model.fc1)
+    assert_near(loaded(x := tiny.rows(3)), model(x))
+    tiny.assert_as_eager(compiled(loaded), loaded, [x], assert_near)
+
+
+def test_saving_a_dense_weight_saves_a_plain_tensor(model: nn.Module) -> None:
+    # `torch.save(model.fc1.weight)` must load where this package is not known, with weights_only.
+    buffer = io.BytesIO()
+    torch.save(model.fc1.weight, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=True)
+    assert type(loaded) is Tensor and torch.equal(loaded, model.fc1.weight)
+
+
+def test_a_replaced_layer_is_used_at_the_next_call(assert_near: Near) -> None:
+    # A dense layer put in after compiling is converted like the others and its output is what comes out.
+    model = tiny.double(tiny.Mlp())
+    call, x = compiled(model), tiny.rows(3)
+    before = call(x)
+    model.fc2 = nn.Linear(48, tiny.WIDTH).double()
+    assert not torch.allclose(call(x), before)
+    assert tiny.packed_names(model) == ["fc1.weight", "fc2.weight"]
+    tiny.assert_as_eager(call, model, [x], assert_near)
+
+
+def test_a_replaced_parameter_is_used_at_the_next_call(assert_near: Near) -> None:
+    # Another Parameter under the old name: the module is dense there again, and is converted anew.
+    model = tiny.double(tiny.Mlp())
+    call, x = compiled(model), tiny.rows(3)
+    call(x)
+    model.fc2.weight = nn.Parameter(torch.randn(tiny.WIDTH, 48, dtype=torch.float64))
+    assert model.fc2.weight.shape == (tiny.WIDTH, 48) and isinstance(model.fc2.weight, nn.Parameter)
+    call(x)
+    assert model.fc2._parameters["weight"].dim() == 1
+    tiny.assert_as_eager(call, model, [x], assert_near)
+
+
+def test_a_parameter_made_from_a_dense_weight_stands_alone(model: nn.Module) -> None:
+    # nn.Parameter(layer.weight.data) is how layers are copied by hand: training it must not touch the old cores.
+    fresh = nn.Linear(tiny.WIDTH, 48).double()
+    for source in (model.fc1.weight, model.fc1.weight.data):
+        fresh.weight = nn.Parameter(source)
+        assert type(fresh.weight) is nn.Parameter and fresh.weight.requires_grad
+        before = model.fc1._parameters["weight"].detach().clone()
+        fresh(tiny.rows(2)).sum().backward()
+        torch.optim.SGD(fresh.parameters(), lr=1.0).step()
+        assert torch.equal(model.fc1._parameters["weight"], before)
+        assert not torch.equal(fresh.weight, model.fc1.weight)
+    assert type(copy.deepcopy(model.fc1.weight)) is nn.Parameter
+
+
+def test_freezing_a_layer(assert_near: Near) -> None:
+    # Recompiled without that gradient; unfrozen again, it trains again.
+    model = tiny.double(tiny.Mlp())
+    call, x = compiled(model), tiny.rows(3)
+    call(x)
+    for frozen in (True, False):
+        model.fc1.requires_grad_(not frozen)
+        twin = copy.deepcopy(model)
+        found = tiny.outcome(call, model, x)
+        tiny.assert_same(found, tiny.outcome(twin, twin, x), assert_near)
+        assert ("fc1.weight" in found) is not frozen
+
+
+def test_freezing_through_the_dense_weight(model: nn.Module) -> None:
+    # `layer.weight.requires_grad = False` and `.requires_grad_(False)` mean the parameter.
+    model.fc1.weight.requires_grad = False
+    assert not model.fc1._parameters["weight"].requires_grad
+    model.fc1.weight.requires_grad_(True)
+    assert model.fc1._parameters["weight"].requires_grad
+
+
+def test_a_loaded_state_dict_is_used_at_the_next_call(assert_near: Near) -> None:
+    # Same shapes: no recompilation is needed, and no old value may survive in a graph.
+    count = tiny.Counter()
+    model, other = (tiny.double(tiny.Mlp()) for _ in range(2))
+    comera.tensorize(other, **tiny.TENSORIZE)
+    call, x = torch.compile(model, backend="comera", options=count.options), tiny.rows(3)
+    call(x)
+    call.load_state_dict(other.state_dict())
+    assert_near(call(x), other(x))
+    tiny.assert_as_eager(call, model, [x], assert_near)
+
+
+def test_conversions_of_dtype(model: nn.Module, assert_near: Near) -> None:
+    # .float() after tensorizing: cores and dense meaning follow.
+    x = tiny.rows(3)
+    expected = model(x)
+    model.float()
+    assert model.fc1.weight.dtype == torch.float32
+    assert_near(compiled(model)(x.float()), expected.float())
+
+
+WRITES: dict[str, Callable[[nn.Linear], object]] = {
+    "zero_": lambda fc: fc.weight.zero_(),
+    "mul_": lambda fc: fc.weight.mul_(0.5),
+    "imul": lambda fc: fc.weight.__imul__(2.0),
+    "data.copy_": lambda fc: fc.weight.data.copy_(fc.weight.detach() * 3),
+    "data =": lambda fc: setattr(fc.weight, "data", fc.weight.detach() * -1),
+    "row of zeros": lambda fc: fc.weight.__setitem__(slice(0, 48), 0.0),
+    "through a view": lambda fc: fc.weight.view(-1).mul_(0.25),
+    "through the transpose": lambda fc: fc.weight.t().mul_(0.25),
+    "through a chunk of a low-rank change": lambda fc: [part.mul_(2) for part in fc.weight.chunk(1)],
+    "copy_ of a low-rank matrix": lambda fc: fc.weight.copy_(torch.ones_like(fc.weight)),
+    "nn.init.constant_": lambda fc: nn.init.constant_(fc.weight, 0.1),
+    "foreach": lambda fc: torch._foreach_mul_([fc.weight], 0.5),
+}
+
+
+@pytest.mark.parametrize("write", list(WRITES))
+def test_an_in_place_write_that_fits_reaches_the_cores(model: nn.Module, write: str, assert_near: Near) -> None:
+    # The truth: the same write on a plain dense layer of the same values.
+    plain = nn.Linear(tiny.WIDTH, 48).double()
+    with torch.no_grad():
+        plain.weight.copy_(model.fc1.weight)
+        WRITES[write](plain)
+        WRITES[write](model.fc1)
+    assert_near(model.fc1.weight.detach(), plain.weight.detach(), 1e3)
+    assert_near(compiled(model.fc1)(x := tiny.rows(3)), nn.functional.linear(x, plain.weight, model.fc1.bias), 1e3)
+
+
+def test_initialising_anew_draws_new_cores(model: nn.Module) -> None:
+    # nn.init gives a full-rank random matrix: untrained, so cores of its size are drawn, as at conversion.
+    before = model.fc1._parameters["weight"].detach().clone()
+    nn.init.normal_(model.fc1.weight, std=0.3)
+    assert not torch.equal(before, model.fc1._parameters["weight"])
+    drawn = model.fc1.weight.detach().std().item()  # of 224 core entries: it varies by tens of percent
+    assert 0.15 < drawn < 0.6
+    model.fc1.reset_parameters()  # uniform of standard deviation 0.1
+    assert 0.05 < model.fc1.weight.detach().std().item() < 0.2
+
+
+UNFIT: dict[str, Callable[[nn.Linear], object]] = {
+    "one row": lambda fc: fc.weight.__setitem__(0, torch.linspace(-1, 1, tiny.WIDTH, dtype=torch.float64)),
+    "identity": lambda fc: nn.init.eye_(fc.weight),
+    "an element": lambda fc: fc.weight[3].__setitem__(5, 100.0),
+    "NaN": lambda fc: fc.weight.fill_(float("nan")),
+}
+
+
+@pytest.mark.parametrize("write", list(UNFIT))
+def test_an_in_place_write_that_does_not_fit_is_refused(model: nn.Module, write: str) -> None:
+    # Cores of low rank cannot hold it: refused with the remedy, and nothing is half written.
+    before = tiny.snapshot(model)
+    with torch.no_grad(), pytest.raises(WeightError, match=r"densify|NaN"):
+        UNFIT[write](model.fc1)
+    tiny.assert_unchanged(before, model)
+
+
+def test_an_in_place_write_under_autograd_is_refused_as_for_any_leaf(model: nn.Module) -> None:
+    before = tiny.snapshot(model)
+    with pytest.raises(RuntimeError, match="leaf"):
+        model.fc1.weight.mul_(2)
+    tiny.assert_unchanged(before, model)
+
+
+def test_a_small_write_leaves_cores_near_where_they_were(model: nn.Module) -> None:
+    # Another decomposition of nearly the same matrix would make the optimizer's moments, and an EMA of the cores,
+    # meaningless. One part in a thousand of change in the weight is about that in the cores.
+    before = model.fc1._parameters["weight"].detach().clone()
+    with torch.no_grad():
+        model.fc1.weight.mul_(1.001)
+    after = model.fc1._parameters["weight"].detach()
+    assert 0 < (after - before).norm() < 0.01 * before.norm()
+
+
+def test_a_write_inside_compiled_code_is_refused() -> None:
+    # There the dense matrix is a temporary of the graph: the write would vanish without a trace.
+    model = comera.tensorize(tiny.double(tiny.Mlp()), **tiny.TENSORIZE)
+
+    @torch.compile(backend="comera", options=tiny.OPTIONS)
+    def call(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.fc1.weight.mul_(0.5)
+        return model(x)
+
+    before = tiny.snapshot(model)
+    with pytest.raises(CompileError, match="in place"):
+        call(tiny.rows(3))
+    tiny.assert_unchanged(before, model)
+
+
+def test_reads_of_the_dense_weight_train_eagerly(model: nn.Module, assert_near: Near) -> None:
+    # A regulariser on module.weight outside the compiled code: its gradient reaches the cores.
+    twin = copy.deepcopy(model)
+    model.fc1.weight.pow(2).sum().backward()
+    packed = twin.fc1._parameters["weight"]
+    (grad,) = torch.autograd.grad(twin.fc1.weight.pow(2).sum(), packed)
+    assert_near(model.fc1._parameters["weight"].grad, grad)
+    step = 1e-6 * grad / grad.norm()
+    with torch.no_grad():
+        loss = twin.fc1.weight.pow(2).sum()
+        packed.add_(step)
+        slope = (twin.fc1.weight.pow(2).sum() - loss) / 1e-6
+    assert abs(slope.item() - grad.norm().item()) < 1e-4 * grad.norm().item()
+
+
+def test_weight_norm_of_a_packed_layer(model: nn.Module, assert_near: Near) -> None:
+    # It deletes the parameter and puts a computed tensor in its place at every forward.
+    x = tiny.rows(3)
+    expected = model.fc1(x)
+    layer = torch.nn.utils.weight_norm(model.fc1)
+    assert {"weight_g", "weight_v"} <= dict(layer.named_parameters()).keys()
+    assert_near(layer(x), expected)
+
+
+def test_functional_call_with_other_values(model: nn.Module, assert_near: Near) -> None:
+    # torch.func users pass parameters by name: packed ones, or dense ones in their place.
+    x = tiny.rows(3)
+    packed = {n: p.detach() * 2 for n, p in model.named_parameters()}
+    dense = {n: p.detach() for n, p in comera.dense_state_dict(model).items()}
+    doubled = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in doubled.parameters():
+            parameter.mul_(2)
+    assert_near(torch.func.functional_call(model, packed, (x,)), doubled(x))
+    assert_near(torch.func.functional_call(model, dense, (x,)), model(x))
+
+
+def test_densify_gives_back_an_ordinary_model(model: nn.Module, assert_near: Near) -> None:
+    x = tiny.rows(3)
+    parameters, expected, state = list(model.parameters()), model(x).detach(), comera.dense_state_dict(model)
+    comera.densify(model)
+    assert type(model.fc1) is nn.Linear and all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert_near(model(x), expected)
+    assert model.state_dict().keys() == state.keys()
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+def test_densify_reaches_a_tied_owner_outside() -> None:
+    body = nn.Linear(tiny.WIDTH, tiny.WIDTH)
+    head = nn.Linear(tiny.WIDTH, tiny.WIDTH)
+    head.weight = body.weight
+    comera.densify(comera.tensorize(body, **tiny.TENSORIZE))
+    assert type(head) is nn.Linear and head.weight is body.weight and head.weight.dim() == 2

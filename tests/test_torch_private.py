@@ -1,0 +1,413 @@
+"""Each use of torch's private interfaces does what the package relies on: what fails first on a new torch."""
+
+from __future__ import annotations
+
+import importlib
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import comera_compile as comera
+from comera_compile import errors, pipeline, torch_private
+from tests import tiny_models as tiny
+
+Inspect = Callable[[fx.GraphModule], object]
+
+
+def watching(inspect: Inspect) -> Any:
+    """A Dynamo backend that looks at each graph, then runs it as it is; ``seen`` holds what it found."""
+
+    def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        backend.seen.append(inspect(graph_module))  # type: ignore[attr-defined]
+        run: Callable[..., Any] = graph_module.forward
+        return run
+
+    backend.seen = []  # type: ignore[attr-defined]
+    return backend
+
+
+def placeholders(graph_module: fx.GraphModule) -> list[object]:
+    return [torch_private.placeholder_value(n) for n in graph_module.graph.nodes if n.op == "placeholder"]
+
+
+# -- versions and errors ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.20.1", "3.0.0a0+git1234567"])
+def test_versions_that_are_new_enough(version: str) -> None:
+    torch_private.check_version(version)
+
+
+@pytest.mark.parametrize("version", ["2.9.1", "2.10.0+cu128", "1.13.1"])
+def test_versions_that_are_too_old(version: str) -> None:
+    # Compared as numbers: as text, 2.9 would be newer than 2.11. The message says what there is and what is needed.
+    with pytest.raises(comera.VersionError, match=rf"torch >= 2\.11, found {version.split('+')[0]}"):
+        torch_private.check_version(version)
+
+
+KINDS = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, errors.ComeraError)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_users_get_the_original_error(kind: type[errors.ComeraError]) -> None:
+    # Raised as it is, a backend's error would reach the user as BackendCompilerFailed, with another text.
+    def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        raise torch_private.as_user_error(kind("expected this, got that"))
+
+    with pytest.raises(kind) as caught:
+        torch.compile(torch.sin, backend=backend)(torch.ones(2))
+    assert str(caught.value) == "expected this, got that"  # without advice on reporting bugs to PyTorch
+    assert type(caught.value).__name__ == kind.__name__ and type(caught.value).__module__ == kind.__module__
+
+
+# -- tracing again ----------------------------------------------------------------------------------------------------
+
+
+class Switch(nn.Module):
+    """Has one graph break before ``flag`` is set and another one, at another place, after."""
+
+    flag = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 1
+        if self.flag:
+            torch._dynamo.graph_break()
+        x = x * 2
+        if not self.flag:
+            torch._dynamo.graph_break()
+        return x - 3
+
+
+def retracing(change: Callable[[], None], calls: list[int]) -> Callable[..., Any]:
+    """A backend that changes something at the first graph and asks for a new trace."""
+
+    def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        calls.append(len(graph_module.graph.nodes))
+        if len(calls) == 1:
+            change()
+            raise torch_private.Retrace(restart_reason="test")
+        run: Callable[..., Any] = graph_module.forward
+        return run
+
+    return backend
+
+
+def test_retrace_traces_the_frame_again() -> None:
+    # The second trace must follow the changed code, breaks and all, without "speculation log" complaints.
+    model, calls = Switch(), list[int]()
+    call = torch.compile(model, backend=retracing(lambda: setattr(model, "flag", True), calls))
+    assert torch.equal(call(torch.ones(2)), torch.ones(2))
+    assert len(calls) == 3  # the discarded graph and the two halves of the new one
+
+
+def test_retrace_is_no_graph_break() -> None:
+    # fullgraph=True refuses breaks; the compilation must pass it, and once compiled run without another.
+    model, calls = tiny.Mlp(), list[int]()
+    call = torch.compile(model, backend=retracing(lambda: None, calls), fullgraph=True)
+    x = tiny.rows(3, dtype=torch.float32)
+    assert torch.allclose(call(x), model(x))
+    call(x)
+    assert len(calls) == 2
+
+
+# -- what a graph is about --------------------------------------------------------------------------------------------
+
+
+def test_placeholders_give_the_real_objects() -> None:
+    # The user's Parameter itself, not a fake or an alias of it: it is converted in place.
+    model, x = tiny.Mlp(), tiny.rows(3, dtype=torch.float32)
+    backend = watching(placeholders)
+    torch.compile(model, backend=backend)(x)
+    (seen,) = backend.seen
+    for parameter in model.parameters():
+        assert sum(value is parameter for value in seen) == 1
+    assert sum(value is x for value in seen) == 1
+
+
+def test_placeholders_of_symbolic_sizes_have_no_parameter() -> None:
+    # Sizes come as inputs of their own; nothing of theirs may be taken for a weight.
+    model, backend = nn.Linear(tiny.WIDTH, 8), watching(placeholders)
+    torch.compile(model, backend=backend, dynamic=True)(tiny.rows(3, dtype=torch.float32))
+    (seen,) = backend.seen
+    assert len(seen) == 4 and sum(isinstance(v, nn.Parameter) for v in seen) == 2
+    assert sum(isinstance(v, Tensor) for v in seen) == 3
+
+
+def called(_: fx.GraphModule) -> object:
+    return torch_private.called_module()
+
+
+def test_the_called_module() -> None:
+    # The root of all names: not a submodule that happens to be first in the graph.
+    model, backend = tiny.Checkpointed(use_reentrant=False), watching(called)
+    torch.compile(model, backend=backend)(tiny.rows(3, dtype=torch.float32))
+    assert len(backend.seen) == 1 and backend.seen[0] is model
+
+
+def test_the_called_module_after_a_break_in_a_submodule() -> None:
+    # The submodule's forward is compiled as frames of its own; what the user compiled is further up the stack.
+    model, backend = nn.Sequential(nn.Identity(), tiny.Broken()), watching(called)
+    torch.compile(model, backend=backend)(tiny.rows(3, dtype=torch.float32))
+    assert len(backend.seen) == 2 and all(found is model for found in backend.seen)
+
+
+def test_the_called_module_inside_an_uncompiled_one() -> None:
+    # Only the compiled part counts; its eager parent is not what the user compiled.
+    inner, backend = tiny.Broken(), watching(called)
+    outer = nn.Sequential(nn.Linear(tiny.WIDTH, tiny.WIDTH), torch.compile(inner, backend=backend))
+    outer(tiny.rows(3, dtype=torch.float32))
+    assert len(backend.seen) == 2 and all(found is inner for found in backend.seen)
+
+
+GLOBAL = nn.Linear(tiny.WIDTH, 8)
+
+
+def test_modules_of_a_traced_function() -> None:
+    # No module is called: those that the function can see, each once, give the names.
+    local = nn.Linear(8, 8)
+
+    def both(_: fx.GraphModule) -> object:
+        return torch_private.called_module(), torch_private.traced_modules()
+
+    backend = watching(both)
+
+    @torch.compile(backend=backend)
+    def call(x: Tensor) -> Tensor:
+        return local(local(GLOBAL(x)))
+
+    call(tiny.rows(3, dtype=torch.float32))
+    ((module, visible),) = backend.seen
+    assert module is None and {id(m) for m in visible} >= {id(local), id(GLOBAL)}
+    assert len({id(m) for m in visible}) == len(visible)
+
+
+def test_a_module_of_torchs_own_class_is_visible() -> None:
+    # Dynamo wraps the call of an nn.Sequential into a function, through which the module must still be found.
+    model, backend = nn.Sequential(tiny.Mlp()), watching(lambda _: torch_private.traced_modules())
+    torch.compile(model, backend=backend)(tiny.rows(3, dtype=torch.float32))
+    assert backend.seen == [[model]]
+
+
+def test_outside_of_a_trace_there_is_no_module() -> None:
+    # A torch that keeps its translator elsewhere looks the same; the message says what works without it.
+    for function in (torch_private.called_module, torch_private.traced_modules):
+        with pytest.raises(comera.VersionError, match=r"call comera\.tensorize\(model\) before"):
+            function()
+
+
+# -- live autograd graphs ---------------------------------------------------------------------------------------------
+
+
+def test_has_live_graph_follows_the_graph() -> None:
+    # False before, True as long as anything of the graph is alive, False again after; asking changes nothing.
+    parameter = nn.Parameter(torch.randn(3, 2))
+    assert [torch_private.has_live_graph(parameter) for _ in range(2)] == [False, False]
+    output = (parameter * 2).sum()
+    assert [torch_private.has_live_graph(parameter) for _ in range(2)] == [True, True]
+    output.backward()  # frees what was saved, but the nodes live as long as the output
+    assert torch_private.has_live_graph(parameter)
+    del output
+    assert not torch_private.has_live_graph(parameter) and parameter.grad is not None
+
+
+def test_has_live_graph_of_an_accumulator() -> None:
+    # DDP takes hold of each parameter's accumulator in its constructor, and of the dense shape with it.
+    parameter = nn.Parameter(torch.randn(3, 2))
+    accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+    assert torch_private.has_live_graph(parameter)
+    del accumulator
+    assert not torch_private.has_live_graph(parameter)
+
+
+def test_has_live_graph_of_what_cannot_have_one() -> None:
+    # Frozen parameters, computed tensors, a copy, and hooks that wait for the next backward.
+    frozen = nn.Parameter(torch.randn(2), requires_grad=False)
+    parameter = nn.Parameter(torch.randn(2))
+    computed = parameter * 2
+    assert not torch_private.has_live_graph(frozen) and not torch_private.has_live_graph(computed)
+    hooked = nn.Parameter(torch.randn(2))
+    hooked.register_hook(lambda grad: grad)
+    hooked.register_post_accumulate_grad_hook(lambda p: None)
+    assert not torch_private.has_live_graph(hooked)
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_has_live_graph_in_every_grad_mode(guard: Callable[[], Any]) -> None:
+    # The first call may be an evaluation.
+    parameter = nn.Parameter(torch.randn(2))
+    output = parameter.exp()
+    with guard():
+        assert torch_private.has_live_graph(parameter)
+        del output
+        assert not torch_private.has_live_graph(parameter)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
+def test_distributed_data_parallel(process_group: None) -> None:
+    # The wrapper's own module is the root of names; its parameters count as in use.
+    model = tiny.Mlp()
+    wrapped, backend = DistributedDataParallel(model), watching(called)
+    assert all(torch_private.has_live_graph(p) for p in model.parameters())
+    torch.compile(wrapped, backend=backend)(tiny.rows(3, dtype=torch.float32))
+    assert backend.seen and all(found is model for found in backend.seen)
+
+
+# -- lowering ---------------------------------------------------------------------------------------------------------
+
+
+def lowering(name: str, patches: dict[str, Any]) -> Callable[..., Any]:
+    def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return torch_private.compile_inner(name, graph_module, inputs, patches)
+
+    return backend
+
+
+def test_a_known_inner_backend_lowers() -> None:
+    # The result is torch's own, gradients included.
+    x = torch.randn(4, requires_grad=True)
+    torch.compile(lambda x: x.sin().sum(), backend=lowering("aot_eager", {}))(x).backward()
+    assert torch.allclose(x.grad, x.cos())
+
+
+def test_an_unknown_inner_backend_is_named() -> None:
+    # Options refuse it earlier; should one vanish in between, torch's own error says which.
+    with pytest.raises(torch._dynamo.exc.InvalidBackend, match="no_such_backend"):
+        torch_private.compile_inner("no_such_backend", fx.GraphModule(nn.Module(), fx.Graph()), [], {})
+
+
+def test_inductor_gets_the_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Config for this compilation only; nothing is set globally.
+    given: list[dict[str, Any]] = []
+
+    def compile_fx(graph_module: fx.GraphModule, inputs: Sequence[Any], config_patches: dict[str, Any]) -> Any:
+        given.append(config_patches)
+        return graph_module.forward
+
+    module = importlib.import_module("torch._inductor.compile_fx")
+    monkeypatch.setattr(module, "compile_fx", compile_fx)
+    torch.compile(torch.sin, backend=lowering("inductor", {"triton.cudagraphs": True}))(torch.ones(2))
+    assert given == [{"triton.cudagraphs": True}]
+
+
+def test_names_of_inner_backends() -> None:
+    # What the option's error message lists; calling ourselves would never end.
+    names = torch_private.inner_backend_names()
+    assert {"inductor", "eager", "aot_eager"} <= set(names) and "comera" not in names
+    assert names == sorted(set(names))
+    tiny.Counter()  # registers a backend
+    assert tiny.Counter.name in torch_private.inner_backend_names()
+
+
+def test_cacheable_names_the_functions() -> None:
+    # AOTAutograd looks a called function up by module and name; entries that the user set stay.
+    with torch._inductor.config.patch(unsafe_marked_cacheable_functions={"theirs.f": "1"}):
+        patch = torch_private.cacheable(pipeline.graph_functions(), "7")
+    (marked,) = patch.values()
+    assert list(patch) == ["unsafe_marked_cacheable_functions"] and marked.pop("theirs.f") == "1"
+    assert len(marked) == len(pipeline.graph_functions()) and set(marked.values()) == {"7"}
+    for name in marked:
+        module, _, attribute = name.rpartition(".")
+        assert callable(getattr(importlib.import_module(module), attribute))
+
+
+def test_cacheable_on_a_torch_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Such graphs are not cached, which is slower and not an error.
+    old = types.SimpleNamespace(_inductor=types.SimpleNamespace(config=types.SimpleNamespace()))
+    monkeypatch.setattr(torch_private, "torch", old)
+    assert torch_private.cacheable(pipeline.graph_functions(), "7") == {}
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def rows_of(graph_module: fx.GraphModule) -> Any:
+    """The first dimension of the last input: the activation."""
+    last = [n for n in graph_module.graph.nodes if n.op == "placeholder"][-1]
+    return last.meta["example_value"].shape[0]
+
+
+def test_holds_becomes_a_guard() -> None:
+    # A choice on a symbolic size holds for the sizes it was made for: crossing it compiles again, nothing else does.
+    backend = watching(lambda graph_module: torch_private.holds(rows_of(graph_module) <= 4))
+    call = torch.compile(torch.sin, backend=backend, dynamic=True)
+    for rows in (3, 4, 2, 5, 9, 3):
+        call(torch.ones(rows))
+    assert backend.seen == [True, False]
+    assert torch_private.holds(3 <= 4) is True and torch_private.holds(5 <= 4) is False
+
+
+def test_size_hint() -> None:
+    # A number is itself; a symbolic size has the value of the call that is being compiled, and gets no guard by it.
+    backend = watching(lambda graph_module: (rows_of(graph_module), torch_private.size_hint(rows_of(graph_module) * 2)))
+    call = torch.compile(torch.sin, backend=backend, dynamic=True)
+    for rows in (3, 5):
+        call(torch.ones(rows))
+    ((symbolic, hint),) = backend.seen
+    assert isinstance(symbolic, torch.SymInt) and type(hint) is int and hint == 6
+    assert torch_private.size_hint(7) == 7
+
+
+def test_size_hint_of_a_size_that_depends_on_data() -> None:
+    # Nothing is known about it: 1, rather than an error in the middle of a compilation.
+    def inspect(graph_module: fx.GraphModule) -> int:
+        (node,) = (n for n in graph_module.graph.nodes if "nonzero" in str(n.target))
+        return torch_private.size_hint(node.meta["example_value"].shape[0])
+
+    backend = watching(inspect)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        torch.compile(lambda x: torch.nonzero(x) + 1, backend=backend)(torch.ones(3))
+    assert backend.seen == [1]
+
+
+# -- recording and counting -------------------------------------------------------------------------------------------
+
+
+def recording(forward: list[str], backward: list[str]) -> Callable[..., Any]:
+    def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return torch_private.compile_recording(
+            graph_module, inputs, lambda g: forward.append(g.code), lambda g: backward.append(g.code)
+        )
+
+    return backend
+
+
+def test_recording_shows_both_graphs_and_runs_them() -> None:
+    # Both are shown by the forward call alone, in aten operations, and compute the right result.
+    forward, backward = list[str](), list[str]()
+    x = torch.randn(4, requires_grad=True)
+    output = torch.compile(lambda x: x.sin().sum(), backend=recording(forward, backward))(x)
+    assert len(forward) == 1 and "aten.sin" in forward[0]
+    assert len(backward) == 1 and "aten.cos" in "".join(forward + backward)
+    output.backward()
+    assert len(backward) == 1 and torch.allclose(x.grad, x.cos())
+
+
+def test_recording_without_gradients() -> None:
+    # One graph, and no backward is made up.
+    forward, backward = list[str](), list[str]()
+    with torch.no_grad():
+        output = torch.compile(torch.sin, backend=recording(forward, backward))(torch.ones(2))
+    assert torch.equal(output, torch.ones(2).sin())
+    assert len(forward) == 1 and backward == []
+
+
+def test_events_are_counted_beside_torchs_own() -> None:
+    counter = torch._dynamo.utils.counters["comera"]
+    before = counter["tested"]
+    torch_private.count("tested", 2)
+    torch_private.count("tested", 1)
+    assert counter.pop("tested") == before + 3
