@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from weakref import WeakSet
 
 from torch import fx, nn
 
@@ -20,6 +21,8 @@ from comera_compile.weights.placement import is_sharded
 
 _log = logging.getLogger("comera_compile")
 _REASONS = 3
+# Modules of which it has been said that nothing in them was converted: each graph would say it again.
+_told: WeakSet[nn.Module] = WeakSet()
 
 
 def convert_called(graph_module: fx.GraphModule, options: Options) -> bool:
@@ -48,8 +51,9 @@ def convert_called(graph_module: fx.GraphModule, options: Options) -> bool:
     if any(d.shape is not None for d in decisions):
         _log.warning(summary(decisions))
         return True
-    if decisions and not packed:
+    if decisions and not packed and not any(r in _told for r in roots):
         _nothing_to_gain(decisions, options)
+        _told.update(roots)
     return False
 
 
@@ -75,6 +79,7 @@ def _nothing_to_gain(decisions: Sequence[Decision], options: Options) -> None:
     reasons = "; ".join(f"{d.name}: {d.reason}" for d in decisions[:_REASONS])
     more = f"; and {len(decisions) - _REASONS} more, see comera.report(model)" if len(decisions) > _REASONS else ""
     text = f"no weight became a tensor train ({reasons}{more})"
-    if options.strict:
+    # What is not final may still turn out to be a linear weight in a later graph of the same call.
+    if options.strict and all(d.final for d in decisions):
         raise CompileError(f"{text}; change the options, or leave strict=False to run as {options.inner} would")
     _log.warning("comera: %s; the model runs as with backend=%r", text, options.inner)

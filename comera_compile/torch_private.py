@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -128,6 +129,25 @@ def has_live_graph(parameter: torch.Tensor) -> bool:
         after: int = parameter._use_count()  # type: ignore[attr-defined]
     del edge
     return after == before
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for others inside a transform of ``torch.func`` (vmap, grad)."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """No autocast inside, on devices that know it (the meta device does not)."""
+    known = torch.amp.autocast_mode.is_autocast_available(device_type)
+    return torch.autocast(device_type, enabled=False) if known else nullcontext()
+
+
+@contextmanager
+def without_inference_mode() -> Iterator[None]:
+    """Ordinary tensors inside, with or without history as the grad mode outside says."""
+    recorded = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(recorded):
+        yield
 
 
 def check_compiler(inner: str, inputs: Sequence[Any]) -> None:

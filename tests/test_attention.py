@@ -40,10 +40,10 @@ def assert_same(function: Attention, reference: Attention, *inputs: Tensor) -> N
         assert (ours - right).norm() <= 1e-12 * right.norm().clamp_min(1.0)
 
 
-def rewritten(function: Attention, *inputs: Tensor, **settings: object) -> Capture:
+def rewritten(function: Attention, *inputs: Tensor) -> Capture:
     """The compiled graph after all passes, its results checked against eager."""
     capture = Capture()
-    call = torch.compile(function, backend=capture, **settings)
+    call = torch.compile(function, backend=capture)
     assert_same(call, function, *inputs)
     return capture
 

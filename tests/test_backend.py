@@ -501,3 +501,35 @@ def test_no_recompile_while_training() -> None:
         tiny.outcome(call, model, tiny.rows(4))
         optimizer.step()
     assert count.count == 1
+
+
+def test_a_parameter_of_an_unknown_module_is_converted_by_its_use(assert_near: Near) -> None:
+    # Eager tensorize cannot know what it is for; the graph shows that it is a linear weight, before or after.
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix = nn.Parameter(torch.randn(48, tiny.WIDTH, dtype=torch.float64))
+            self.offset = nn.Parameter(torch.randn(30, 48, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.matrix) + self.offset[3]
+
+    model = comera.tensorize(Own(), **tiny.TENSORIZE)
+    assert "only seen when compiled" in comera.report(model)["matrix"].decision.reason
+    call, x = compiled(model), tiny.rows(4)
+    call(x)
+    assert comera.report(model)["matrix"].decision.shape.format == "tt"
+    assert "not as a linear or embedding weight" in comera.report(model)["offset"].decision.reason
+    tiny.assert_as_eager(call, model, [x], assert_near)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [tiny.Tied, tiny.Mlp, tiny.Broken, lambda: tiny.Checkpointed(use_reentrant=False)])
+def test_generated_code_equals_eager(kind: Callable[[], nn.Module], assert_near: Near) -> None:
+    # The same situations lowered by Inductor, over batch sizes that make rows symbolic.
+    model = tiny.double(kind())
+    call = torch.compile(model, backend="comera", options=tiny.OPTIONS | {"inner": "inductor"})
+    for batch in (4, 1, 6, 9):
+        ids, x = torch.randint(0, 60, (batch, 5)), tiny.rows(batch).requires_grad_()
+        call(ids if isinstance(model, tiny.Tied) else x)
+        tiny.assert_as_eager(call, model, [ids if isinstance(model, tiny.Tied) else x], assert_near, 10)

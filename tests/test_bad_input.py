@@ -175,6 +175,23 @@ def test_a_model_without_eligible_layers_runs_with_a_notice(
     assert "backend='aot_eager'" in messages[0]
 
 
+def test_the_notice_is_given_once(caplog: pytest.LogCaptureFixture) -> None:
+    # A parameter of a module nobody knows is looked at again in every graph, since its use may still show.
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (nn.Parameter(torch.randn(tiny.WIDTH, tiny.WIDTH)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.first[0]
+            torch._dynamo.graph_break()
+            return x * self.second[1]
+
+    with caplog.at_level(logging.WARNING, "comera_compile"):
+        compile_with(Own())(tiny.rows(2, dtype=torch.float32))
+    assert [r.getMessage().split(" (")[0] for r in caplog.records] == ["comera: no weight became a tensor train"]
+
+
 def test_strict_refuses_a_model_without_eligible_layers() -> None:
     model = tiny.Mlp()
     before = tiny.snapshot(model)

@@ -67,16 +67,19 @@ def test_the_text_has_all_parts(shown: comera.Explanation) -> None:
 
 @pytest.mark.parametrize("form", ["dense", "packed", "compiled"])
 def test_the_model_is_unchanged(form: str) -> None:
-    # Classes, objects, storages, values, gradients, buffers and mode, bit by bit, in each form a model may have.
-    model = tiny.double(nn.Sequential(tiny.Mlp(), nn.BatchNorm1d(tiny.WIDTH)))
+    # Classes, objects, storages, values, gradients, buffers, mode, bit by bit, in each form a model may have; and the
+    # random numbers of its training.
+    model = tiny.double(nn.Sequential(tiny.Mlp(), nn.BatchNorm1d(tiny.WIDTH), nn.Dropout()))
     call: Any = model
     if form == "packed":
         comera.tensorize(model, **tiny.TENSORIZE)
     elif form == "compiled":
         call = torch.compile(model, backend="comera", options=tiny.OPTIONS)
         call(tiny.rows(6)).pow(2).mean().backward()
-    before, reported = tiny.snapshot(model), str(comera.report(model))
-    shown = explain(call, tiny.rows(6))
+    before, reported, x = tiny.snapshot(model), str(comera.report(model)), tiny.rows(6)
+    state = torch.get_rng_state()
+    shown = explain(call, x)
+    assert torch.equal(torch.get_rng_state(), state)
     assert len(shown.plans) == 2 and len(shown.traced) == 1
     tiny.assert_unchanged(before, model)
     assert model.training and str(comera.report(model)) == reported
@@ -168,6 +171,18 @@ def test_wrong_options_raise_what_the_backend_raises(
     # Not wrapped in a message about Dynamo, whether found before or while tracing.
     with pytest.raises(error, match=message):
         comera.explain(tiny.Mlp(), tiny.rows(6, dtype=torch.float32), options=tiny.TENSORIZE | options)
+
+
+def test_what_only_the_graph_shows_raises_as_well() -> None:
+    # A write to the dense matrix would be lost; the backend refuses it, and so does a look at it.
+    class Writes(tiny.Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.fc1.weight.mul_(0.5)
+            return super().forward(x)
+
+    with pytest.raises(comera.CompileError, match="writes in place"):
+        explain(tiny.double(Writes()), tiny.rows(6))
 
 
 @torch._dynamo.config.patch(recompile_limit=2)

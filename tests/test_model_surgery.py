@@ -302,3 +302,101 @@ def test_densify_reaches_a_tied_owner_outside() -> None:
     head.weight = body.weight
     comera.densify(comera.tensorize(body, **tiny.TENSORIZE))
     assert type(head) is nn.Linear and head.weight is body.weight and head.weight.dim() == 2
+
+
+def test_second_derivatives_of_the_eager_model(model: nn.Module, assert_near: Near) -> None:
+    # Gradient penalties: the dense matrix is made of plain differentiable operations.
+    plain, x = tiny.double(tiny.Mlp()), tiny.rows(3).requires_grad_()
+    plain.load_state_dict(comera.dense_state_dict(model))
+    penalties = []
+    for subject in (model, plain):
+        (gradient,) = torch.autograd.grad(subject(x).pow(2).sum(), x, create_graph=True)
+        penalties.append(gradient.pow(2).sum())
+    assert_near(*penalties, 10)
+    ours, theirs = (torch.autograd.grad(p, m.fc1.bias)[0] for p, m in zip(penalties, (model, plain), strict=True))
+    assert_near(ours, theirs, 100)
+
+
+def test_gradients_of_single_samples(model: nn.Module, assert_near: Near) -> None:
+    # torch.func's way: vmap over grad of functional_call, by packed parameters.
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    x = tiny.rows(3, 1)
+
+    def loss(values: dict[str, Tensor], sample: Tensor) -> Tensor:
+        return torch.func.functional_call(model, values, (sample,)).pow(2).sum()
+
+    single = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+    model(x).pow(2).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert_near(single[name].sum(0), parameter.grad, 10)
+
+
+def test_a_dense_weight_may_be_given_to_compiled_code(model: nn.Module, assert_near: Near) -> None:
+    # A compiled regulariser: for Dynamo it is a plain tensor with a history.
+    call = torch.compile(lambda weight: (weight * weight).sum(), backend="aot_eager", fullgraph=True)
+    call(model.fc1.weight).backward()
+    found = model.fc1._parameters["weight"].grad.clone()
+    model.zero_grad()
+    model.fc1.weight.pow(2).sum().backward()
+    assert_near(found, model.fc1._parameters["weight"].grad)
+
+
+def test_the_meta_device(model: nn.Module) -> None:
+    # Sizes without values, then values from a checkpoint: how large models are set up.
+    state = model.state_dict()
+    model.to("meta")
+    assert model.fc1.weight.shape == (48, tiny.WIDTH) and model.fc1.weight.device.type == "meta"
+    model.load_state_dict(state, assign=True)
+    assert torch.equal(model.fc1._parameters["weight"], state["fc1.weight"])
+
+
+def test_the_eager_model_under_inference_mode(model: nn.Module, assert_near: Near) -> None:
+    # Evaluation without the compiled wrapper: reading the weight works, and so does writing to it.
+    x = tiny.rows(3)
+    expected = model(x).detach()
+    with torch.inference_mode():
+        assert_near(model(x).clone(), expected)
+        before = model.fc1.weight.clone()
+        model.fc1.weight.mul_(0.5)
+        assert_near(model.fc1.weight.clone(), before / 2)
+    assert not model.fc1._parameters["weight"].is_inference()
+    tiny.assert_as_eager(compiled(model), model, [x], assert_near)
+
+
+def test_the_eager_model_under_no_grad_and_back(model: nn.Module) -> None:
+    # The grad mode outside decides, as for any layer.
+    x = tiny.rows(3)
+    with torch.no_grad():
+        assert not model(x).requires_grad and not model.fc1.weight.requires_grad
+    assert model(x).requires_grad and model.fc1.weight.requires_grad
+
+
+def test_tying_again_keeps_one_parameter() -> None:
+    # transformers ties weights anew after loading: `head.weight = embed.weight` on packed modules.
+    model = comera.tensorize(tiny.Tied(), **tiny.TENSORIZE)
+    packed = model.embed._parameters["weight"]
+    assert isinstance(model.embed.weight, nn.Parameter)
+    model.head.weight = model.embed.weight
+    assert model.head._parameters["weight"] is packed
+    model.head.weight = nn.Parameter(torch.zeros(60, tiny.WIDTH))
+    model.head.weight = model.embed.weight
+    assert model.head._parameters["weight"] is packed and torch.equal(model.head.weight, model.embed.weight)
+
+
+def test_tying_a_plain_layer_to_a_packed_weight_is_refused() -> None:
+    # It would not know what the packed vector means; tie first, then tensorize.
+    model, head = comera.tensorize(tiny.Tied(), **tiny.TENSORIZE), nn.Linear(tiny.WIDTH, 60)
+    with pytest.raises(ValueError, match="non-leaf"):
+        head.weight = model.embed.weight
+    assert type(head.weight) is nn.Parameter
+
+
+def test_a_parametrization_trains_the_dense_matrix(model: nn.Module, assert_near: Near) -> None:
+    # weight_norm takes the matrix apart into parameters of its own: as buffers they would silently not be trained.
+    x = tiny.rows(3)
+    expected = model(x).detach()
+    torch.nn.utils.parametrizations.weight_norm(model.fc1)
+    assert_near(model(x), expected, 10)
+    model(x).sum().backward()
+    originals = [p for n, p in model.named_parameters() if "fc1.parametrizations" in n]
+    assert len(originals) == 2 and all(p.grad is not None for p in originals)

@@ -303,6 +303,20 @@ def test_inductor_gets_the_patches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert given == [{"triton.cudagraphs": True}]
 
 
+def test_a_missing_compiler_is_said_before_anything_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Inductor would say so too, but only after the weights have been converted. Without it, or with nothing on the
+    # CPU, no compiler is needed.
+    def nothing() -> str:
+        raise torch._inductor.exc.InvalidCxxCompiler()
+
+    torch_private.check_compiler("inductor", [torch.ones(1)])
+    monkeypatch.setattr(importlib.import_module("torch._inductor.cpp_builder"), "get_cpp_compiler", nothing)
+    torch_private.check_compiler("aot_eager", [torch.ones(1)])
+    torch_private.check_compiler("inductor", [torch.ones(1, device="meta"), 3])
+    with pytest.raises(comera.CompileError, match=r"needs a C\+\+ compiler.* Install one .*aot_eager"):
+        torch_private.check_compiler("inductor", [3, torch.ones(1)])
+
+
 def test_names_of_inner_backends() -> None:
     # What the option's error message lists; calling ourselves would never end.
     names = torch_private.inner_backend_names()
@@ -361,16 +375,17 @@ def test_size_hint() -> None:
     assert torch_private.size_hint(7) == 7
 
 
-def test_size_hint_of_a_size_that_depends_on_data() -> None:
-    # Nothing is known about it: 1, rather than an error in the middle of a compilation.
-    def inspect(graph_module: fx.GraphModule) -> int:
+def test_a_size_that_depends_on_data() -> None:
+    # Nothing is known about it: no condition is taken to hold, and 1 stands in, rather than an error while compiling.
+    def inspect(graph_module: fx.GraphModule) -> tuple[bool, int]:
         (node,) = (n for n in graph_module.graph.nodes if "nonzero" in str(n.target))
-        return torch_private.size_hint(node.meta["example_value"].shape[0])
+        size = node.meta["example_value"].shape[0]
+        return torch_private.holds(size <= 2), torch_private.size_hint(size)
 
     backend = watching(inspect)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         torch.compile(lambda x: torch.nonzero(x) + 1, backend=backend)(torch.ones(3))
-    assert backend.seen == [1]
+    assert backend.seen == [(False, 1)]
 
 
 # -- recording and counting -------------------------------------------------------------------------------------------
@@ -405,9 +420,59 @@ def test_recording_without_gradients() -> None:
     assert len(forward) == 1 and backward == []
 
 
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_compilations_apart_are_not_counted_together() -> None:
+    # Two models of one class, a limit of one graph: both are compiled, and the limit still holds for ordinary calls.
+    models, backend, x = [Switch(), Switch()], watching(lambda _: None), torch.ones(2)
+    models[1].flag = True
+    for model in models:
+        torch_private.compile_apart(model, backend)(x)
+    assert len(backend.seen) == 4
+    for model in models:
+        torch.compile(model, backend=backend)(x)
+    assert len(backend.seen) == 6
+
+
 def test_events_are_counted_beside_torchs_own() -> None:
     counter = torch._dynamo.utils.counters["comera"]
     before = counter["tested"]
     torch_private.count("tested", 2)
     torch_private.count("tested", 1)
     assert counter.pop("tested") == before + 3
+
+
+def test_transformed_tensors_are_known() -> None:
+    # Inside torch.func's transforms a tensor has no storage of its own to watch.
+    seen: list[bool] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(torch_private.is_transformed(x))
+        return x.sum()
+
+    look(torch.ones(2))
+    torch.func.grad(look)(torch.ones(2))
+    torch.func.vmap(look)(torch.ones(2, 2))
+    assert seen == [False, True, True]
+
+
+def test_no_autocast_inside() -> None:
+    # On a device that knows autocast it is off; one that does not, meta, is no error.
+    a = torch.ones(2, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch_private.without_autocast("cpu"):
+            assert (a @ a).dtype == torch.float32
+        with torch_private.without_autocast("meta"):
+            assert torch.ones(2, device="meta").shape == (2,)
+        assert (a @ a).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("guard", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_no_inference_mode_inside(guard: Callable[[], Any]) -> None:
+    # Tensors are ordinary ones; whether they get a history is as outside.
+    x = torch.ones(2, requires_grad=True)
+    with guard():
+        with torch_private.without_inference_mode():
+            y = x * 2
+            assert not y.is_inference() and y.requires_grad is torch.is_grad_enabled()
+        assert torch.is_inference_mode_enabled() is (guard is torch.inference_mode)
+        assert torch.is_grad_enabled() is (guard is torch.enable_grad)

@@ -25,13 +25,13 @@ LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "int
 
 def gpt2() -> nn.Module:
     """Conv1D layers (weights stored input by output) and a head tied to the embedding."""
-    quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    quiet: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return GPT2LMHeadModel(GPT2Config(n_positions=32, n_embd=WIDTH, n_layer=2, n_head=4, **quiet, **TINY))
 
 
 def bert() -> nn.Module:
     """Attention both ways, biases, a padding row in the embedding, a tied decoder with a bias."""
-    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    quiet: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return BertForMaskedLM(BertConfig(hidden_size=WIDTH, max_position_embeddings=32, **quiet, **LAYERS, **TINY))
 
 

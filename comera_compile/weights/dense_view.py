@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from comera_compile import torch_private
 from comera_compile.errors import WeightError
 from comera_compile.tt.align import align
 from comera_compile.tt.encode import encode
-from comera_compile.tt.marker import decode, tt_weight
+from comera_compile.tt.marker import decode
+from comera_compile.tt.packing import to_dense
 
 WRITE_ERROR = 1e-2
 _DATA_SET = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -24,11 +26,25 @@ _FLAG_SET = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
 def dense_view(packed: torch.Tensor, layout: str) -> torch.Tensor:
-    """Dense ``(rows, cols)`` matrix of ``packed`` with its autograd history; writes to it reach ``packed`` or raise."""
-    source: torch.Tensor = tt_weight(packed, layout)
-    view: DenseView = source.as_subclass(DenseView)
-    view._link = _Link(packed, layout, source)
+    """Dense ``(rows, cols)`` matrix of ``packed`` with its autograd history; writes to it reach ``packed`` or raise.
+
+    Not by the marker op: made of plain operations it can be differentiated twice and under ``torch.func``.
+    """
+    if torch_private.is_transformed(packed):
+        return _rebuild(packed, layout)
+    # Tensors made under inference_mode have no version that would tell about writes. Neither have views one of their
+    # own, nor a history but that of what they are a view of.
+    with torch_private.without_inference_mode():
+        source = _rebuild(packed, layout)
+        source = source.clone(memory_format=torch.contiguous_format) if source._is_view() else source.contiguous()
+        view: DenseView = source.as_subclass(DenseView)
+        view._link = _Link(packed, layout, source)
     return view
+
+
+def _rebuild(packed: torch.Tensor, layout: str) -> torch.Tensor:
+    with torch_private.without_autocast(packed.device.type):
+        return to_dense(packed, decode(layout))
 
 
 class _Link:
@@ -67,11 +83,12 @@ class DenseView(torch.Tensor):
 
     @property
     def _is_param(self) -> bool:
-        """``nn.Parameter`` marks what it makes by setting this: an independent dense parameter from then on."""
-        return False
+        """Whether ``isinstance(weight, nn.Parameter)``: what ``module.weight`` gives is one for whoever asks."""
+        return not self._derived
 
     @_is_param.setter
     def _is_param(self, value: bool) -> None:
+        # nn.Parameter(weight) marks what it has made: an independent dense parameter from then on.
         self.__dict__.clear()
         self.__class__ = nn.Parameter  # type: ignore[assignment]
 
@@ -97,6 +114,9 @@ class DenseView(torch.Tensor):
     ) -> Any:
         """Run the operation on the dense matrix, keep track of views of it, and carry writes through."""
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # a dense matrix given to compiled code is a plain tensor there
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         views = list(_views((args, kwargs)))
         if views and func == _DATA_SET:
             return _set_data(views[0], args[1])
@@ -136,7 +156,7 @@ def _linked(result: Any, views: Sequence[DenseView]) -> Any:
     """Results that share storage with a dense matrix become views of it, so that writes to them are seen too."""
     if isinstance(result, (tuple, list)) and not isinstance(result, torch.Size):
         linked = [_linked(r, views) for r in result]
-        return linked if isinstance(result, list) else _rebuild(result, linked)
+        return linked if isinstance(result, list) else _like(result, linked)
     if not isinstance(result, torch.Tensor) or isinstance(result, DenseView) or result.layout != torch.strided:
         return result
     with torch._C.DisableTorchFunctionSubclass():
@@ -149,6 +169,6 @@ def _linked(result: Any, views: Sequence[DenseView]) -> Any:
     return result
 
 
-def _rebuild(original: tuple[Any, ...], values: list[Any]) -> tuple[Any, ...]:
+def _like(original: tuple[Any, ...], values: list[Any]) -> tuple[Any, ...]:
     """The same kind of tuple: torch returns named results (``torch.return_types``) from some operations."""
     return tuple(values) if type(original) is tuple else type(original)(values)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from comera_compile.tt.marker import decode, tt_weight
 from comera_compile.tt.shape import TTShape
-from comera_compile.weights.dense_view import dense_view
+from comera_compile.weights.dense_view import DenseView, dense_view
 from comera_compile.weights.entries import LAYOUT_SUFFIX, LoadPolicy
 
 _LAYOUTS = "_comera_layouts"
@@ -86,6 +86,7 @@ def _make_class(base: type, keys: tuple[str, ...]) -> type:
         "_comera_base": base,
         "_comera_keys": keys,
         "__reduce_ex__": _reduce,
+        "register_parameter": _register_parameter,
         "_save_to_state_dict": _save_to_state_dict,
         "_load_from_state_dict": _load_from_state_dict,
     }
@@ -113,6 +114,14 @@ def _weight_property(key: str) -> property:
         self.__dict__[key] = value  # nn.Module has dealt with parameters, buffers and modules before it comes here
 
     return property(dense_weight, keep_replaced, doc="The dense matrix of the packed parameter of this name.")
+
+
+def _register_parameter(self: nn.Module, name: str, param: torch.Tensor | None) -> None:
+    """Tying anew, ``head.weight = embed.weight``, gives both the packed parameter that the dense matrix stands for."""
+    link = param._link if isinstance(param, DenseView) and name in type(self)._comera_keys else None  # type: ignore[attr-defined]
+    base_class(self).register_parameter(self, name, param if link is None else link.packed)  # type: ignore[attr-defined]
+    if link is not None:
+        install(self, name, decode(link.layout))
 
 
 def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
