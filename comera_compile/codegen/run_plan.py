@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from comera_compile.codegen.contract import contract
+from comera_compile.codegen.layer_stack import Scaling, join_cores, stack_packed
 from comera_compile.planning.linear_plan import LinearPlan
 from comera_compile.planning.program import Program
 from comera_compile.planning.step import Step, Tensor
@@ -62,8 +63,7 @@ class MergeCores(torch.autograd.Function):
         plan = LinearPlan.decode(plan_text)
         program = plan.merge.with_layer_axis()
         sizes = {**plan.core_sizes, "l": len(packed)}
-        # Scaling before stacking keeps each layer's scale a constant of one fused copy kernel.
-        stacked = torch.stack([p * s for p, s in zip(packed, scales, strict=True)])
+        stacked = stack_packed(packed, _scaling(plan, scales))
         parts = torch.split(stacked, list(plan.shape.core_sizes), dim=1)
         values = dict(zip(program.input_names, parts, strict=True))
         _run(program.steps, values, sizes)
@@ -74,17 +74,19 @@ class MergeCores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        """Gradients of the packed vectors: the adjoint steps, then the inverse of the packing."""
+        """Gradients of the packed vectors: the adjoint steps, then the inverse of the packing.
+
+        Those of layers merged together are rows of one matrix.
+        """
         plan = LinearPlan.decode(ctx.plan_text)
         program = plan.merge.with_layer_axis()
-        sizes = {**plan.core_sizes, "l": len(ctx.scales)}
+        layers = len(ctx.scales)
         values = dict(zip(program.saved(program.input_names), ctx.saved_tensors, strict=True))
         for grad, out, operand in zip(grads, program.outputs, plan.operands, strict=True):
             values[f"d{out.name}"] = _unfinish(grad, out, operand, plan)
-        _run(program.backward(program.input_names), values, sizes)
-        layers = len(ctx.scales)
-        flat = torch.cat([values[f"d{n}"].reshape(layers, -1) for n in program.input_names], dim=1)
-        return None, None, *(g * s for g, s in zip(flat.unbind(0), ctx.scales, strict=True))
+        _run(program.backward(program.input_names), values, {**plan.core_sizes, "l": layers})
+        cores = [values[f"d{n}"].reshape(layers, -1) for n in program.input_names]
+        return None, None, *join_cores(cores, _scaling(plan, ctx.scales)).unbind(0)
 
 
 class ApplyOperands(torch.autograd.Function):
@@ -128,6 +130,17 @@ def _column_sums(grad: torch.Tensor) -> torch.Tensor:
     return torch.mm(grad.new_ones(1, grad.shape[0]), grad).reshape(-1)
 
 
+def _scaling(plan: LinearPlan, scales: Sequence[float]) -> Scaling:
+    """Scaling all ``k`` cores of a half by ``s`` comes to scaling one of them, the smallest, by ``s ** k``."""
+    sizes = plan.shape.core_sizes
+    split = len(plan.shape.row_modes)
+    halves = range(split), range(split, len(sizes))
+    smallest = [min(half, key=sizes.__getitem__) for half in halves]
+    starts = tuple(sum(sizes[:k]) for k in smallest)
+    stops = tuple(start + sizes[k] for start, k in zip(starts, smallest, strict=True))
+    return Scaling(starts, stops, tuple(tuple(s ** len(half) for s in scales) for half in halves))
+
+
 def _run(steps: Sequence[Step], values: Values, sizes: dict[str, Any]) -> None:
     """Execute steps in order; every tensor of a plan is read by name, made once."""
     for step in steps:
@@ -148,7 +161,10 @@ def _finish(value: torch.Tensor, merged: Tensor, operand: Tensor, plan: LinearPl
         return value.reshape([value.shape[0], *(plan.core_sizes[a] for a in operand.axes)])
     value = value.reshape([value.shape[0], *(plan.core_sizes[a] for a in merged.axes[1:])])
     value = value.permute(_bond_first(merged)).reshape([value.shape[0], *_flat_sizes(merged, operand, plan)])
-    return F.pad(value, _padding(merged, operand, plan)).contiguous()
+    value = F.pad(value, _padding(merged, operand, plan)).contiguous()
+    # A strided view wants its base in memory. Otherwise Inductor moves the copy behind the slicing into layers: as many
+    # small kernels as there are layers, each with its own pass of the compiler.
+    return value.as_strided(value.shape, value.stride())
 
 
 def _unfinish(grad: torch.Tensor, merged: Tensor, operand: Tensor, plan: LinearPlan) -> torch.Tensor:

@@ -39,4 +39,7 @@ def _plan(node: fx.Node) -> AttentionPlan | None:
     exact = exact and example(node).dtype == tensors[0].dtype
     if not exact or not pays_off(tensors[0].shape[-2], tensors[1].shape[-2], tensors[0].device.type):
         return None
-    return AttentionPlan(bool(argument(node, 5, "is_causal", False)), argument(node, 6, "scale"))
+    scale = argument(node, 6, "scale")
+    if scale is not None and not (isinstance(scale, (int, float)) and scale > 0):
+        return None
+    return AttentionPlan(bool(argument(node, 5, "is_causal", False)), scale)

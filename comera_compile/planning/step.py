@@ -60,7 +60,17 @@ class Step:
         return tuple(a for a in first.axes if a in second.axes and a not in self.out.axes)
 
     def free(self, operand: Tensor) -> Axes:
-        """Axes of one operand that survive and that the other lacks, in the order of the result."""
+        """Axes of one operand that survive and that the other lacks.
+
+        In the order of the result where the product then is the result. Otherwise the product is copied into that
+        order anyway, and the operand's own order saves a copy of the operand.
+        """
+        left, right = self._kept(self.left), self._kept(self.right)
+        if self.out.axes in (self.batch + left + right, self.batch + right + left):
+            return left if operand == self.left else right
+        return tuple(a for a in operand.axes if a in self.out.axes and a not in self.batch)
+
+    def _kept(self, operand: Tensor) -> Axes:
         return tuple(a for a in self.out.axes if a in operand.axes and a not in self.batch)
 
     @cached_property
