@@ -78,11 +78,16 @@ def copies_made(made: Step, sizes: dict[str, int]) -> int:
     return copies.numel
 
 
+def contracted(made: Step, left: Value, right: Value, sizes: dict[str, int]) -> Value:
+    """The contraction in the shape of the result's axes; ``contract`` itself promises their order only."""
+    return contract(made, left, right, sizes).reshape([sizes[a] for a in made.out.axes])
+
+
 @pytest.mark.parametrize("groups", ["b,m,n,k", ",m,n,k", "b,m,,k", ",,n,k", ",m,n,", "b,m,n,", ",,,k", "b,t,n,k"])
 def test_contract_is_einsum_in_every_axis_order(groups: str, assert_near: Near) -> None:
     for made in every_order(*groups.split(",")):
         left, right = values(made, SIZES)
-        assert_near(contract(made, left, right, SIZES), einsum(made, left, right))
+        assert_near(contracted(made, left, right, SIZES), einsum(made, left, right))
 
 
 def test_contract_is_einsum_for_groups_of_axes_and_sizes_down_to_zero(assert_near: Near) -> None:
@@ -90,7 +95,8 @@ def test_contract_is_einsum_for_groups_of_axes_and_sizes_down_to_zero(assert_nea
     for made, sizes in random_steps(600):
         left, right = values(made, sizes)
         actual = contract(made, left, right, sizes)
-        assert_near(actual, einsum(made, left, right))
+        expected = einsum(made, left, right)
+        assert_near(actual.reshape(expected.shape), expected)
         assert actual.is_contiguous()  # the next step reads the elements in the order of the axes
         seen |= {("swapped", made.swapped), ("copies", bool(made.copied)), ("empty", actual.numel() == 0)}
     assert len(seen) == 6  # each case on both sides
@@ -151,8 +157,8 @@ def test_adjoints_are_the_gradients(assert_near: Near) -> None:
         expected = torch.autograd.grad(einsum(made, left, right), (left, right), grad)
         to_left, to_right = made.adjoints()
         assert (to_left.out, to_right.out) == (gradient(made.left), gradient(made.right))
-        assert_near(contract(to_left, grad, right.detach(), sizes), expected[0])
-        assert_near(contract(to_right, left.detach(), grad, sizes), expected[1])
+        assert_near(contracted(to_left, grad, right.detach(), sizes), expected[0])
+        assert_near(contracted(to_right, left.detach(), grad, sizes), expected[1])
 
 
 def test_counts_by_hand() -> None:

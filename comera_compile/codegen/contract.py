@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -19,7 +19,8 @@ def contract(step: Step, left: torch.Tensor, right: torch.Tensor, sizes: Mapping
         sizes: size of each axis (``t`` may be symbolic).
 
     Returns:
-        Tensor of shape ``[sizes[a] for a in step.out.axes]``.
+        Tensor whose elements are in the order of ``step.out.axes``; its shape is that of the matrix product where no
+        copy was needed. Each view that is not made is one node less for every stage of the compiler.
     """
     pairs = (step.left, left), (step.right, right)
     (first, a), (second, b) = pairs[::-1] if step.swapped else pairs
@@ -27,9 +28,9 @@ def contract(step: Step, left: torch.Tensor, right: torch.Tensor, sizes: Mapping
     a = _matrix(a, first, step.form(first, rows_first=True), (step.batch, rows, step.summed), sizes)
     b = _matrix(b, second, step.form(second, rows_first=False), (step.batch, step.summed, cols), sizes)
     product = torch.bmm(a, b) if step.batch else torch.mm(a, b)
-    product = product.reshape([sizes[x] for x in step.product_axes])
     if step.product_axes == step.out.axes:
         return product
+    product = product.reshape([sizes[x] for x in step.product_axes])
     return product.permute([step.product_axes.index(x) for x in step.out.axes]).contiguous()
 
 
@@ -38,9 +39,15 @@ def _matrix(
 ) -> torch.Tensor:
     """``value`` as a (batch, rows, columns) or (rows, columns) matrix of the given axis groups."""
     batch, rows, cols = (math.prod(sizes[a] for a in axes) for axes in groups)
-    value = value.reshape([sizes[a] for a in tensor.axes])
     if form.copies:
+        value = value.reshape([sizes[a] for a in tensor.axes])
         value = value.permute([tensor.axes.index(a) for a in form.order])
     shape = [cols, rows] if form.transposed else [rows, cols]
-    value = value.reshape([batch, *shape] if groups[0] else shape)
+    value = viewed(value, [batch, *shape] if groups[0] else shape)
     return value.transpose(-1, -2) if form.transposed else value
+
+
+def viewed(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """``value.reshape(shape)``, and no view where the shape is that already (symbolic sizes are not compared)."""
+    known = all(isinstance(size, int) for size in (*value.shape, *shape))
+    return value if known and tuple(value.shape) == tuple(shape) else value.reshape(list(shape))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from comera_compile.codegen.contract import contract
+from comera_compile.codegen.contract import contract, viewed
 from comera_compile.codegen.layer_stack import Scaling, join_cores, stack_packed
 from comera_compile.planning.linear_plan import LinearPlan
 from comera_compile.planning.program import Program
@@ -85,7 +85,7 @@ class MergeCores(torch.autograd.Function):
         for grad, out, operand in zip(grads, program.outputs, plan.operands, strict=True):
             values[f"d{out.name}"] = _unfinish(grad, out, operand, plan)
         _run(program.backward(program.input_names), values, {**plan.core_sizes, "l": layers})
-        cores = [values[f"d{n}"].reshape(layers, -1) for n in program.input_names]
+        cores = [viewed(values[f"d{n}"], [layers, plan.shape.core_sizes[k]]) for k, n in enumerate(program.input_names)]
         return None, None, *join_cores(cores, _scaling(plan, ctx.scales)).unbind(0)
 
 
@@ -107,7 +107,7 @@ class ApplyOperands(torch.autograd.Function):
         ctx.wanted = _wanted(program, [needs_x, *needs_operands])
         ctx.operand_shapes = [o.shape for o in operands]
         ctx.save_for_backward(*(values[n] for n in program.saved(ctx.wanted)))
-        y = values[program.outputs[0].name].reshape([*x.shape[:-1], _width(plan)])
+        y = viewed(values[program.outputs[0].name], [*x.shape[:-1], _width(plan)])
         # Added in the shape of the activation, the bias fuses with whatever follows; next to the mm it would become an
         # addmm, which first writes the broadcast bias to memory.
         return y if bias is None else y + bias
@@ -121,8 +121,8 @@ class ApplyOperands(torch.autograd.Function):
         values[f"d{program.outputs[0].name}"] = grads[0]
         _run(program.backward(ctx.wanted), values, {**plan.operand_sizes, "t": ctx.rows})
         shapes = dict(zip(program.input_names, (ctx.x_shape, *ctx.operand_shapes), strict=True))
-        dx, *rest = (values[f"d{n}"].reshape(s) if n in ctx.wanted else None for n, s in shapes.items())
-        return None, dx, _column_sums(grads[0].reshape(ctx.rows, _width(plan))) if ctx.needs_bias else None, *rest
+        dx, *rest = (viewed(values[f"d{n}"], s) if n in ctx.wanted else None for n, s in shapes.items())
+        return None, dx, _column_sums(viewed(grads[0], [ctx.rows, _width(plan)])) if ctx.needs_bias else None, *rest
 
 
 def _column_sums(grad: torch.Tensor) -> torch.Tensor:
@@ -158,12 +158,17 @@ def _wanted(program: Program, needs: Sequence[bool]) -> tuple[str, ...]:
 def _finish(value: torch.Tensor, merged: Tensor, operand: Tensor, plan: LinearPlan) -> torch.Tensor:
     """A whole half as a (bond, size) matrix, or W as (rows, cols): modes flattened, cropped, bond padded with zeros."""
     if len(operand.axes) != 2 or operand.axes == merged.axes[1:]:
-        return value.reshape([value.shape[0], *(plan.core_sizes[a] for a in operand.axes)])
-    value = value.reshape([value.shape[0], *(plan.core_sizes[a] for a in merged.axes[1:])])
-    value = value.permute(_bond_first(merged)).reshape([value.shape[0], *_flat_sizes(merged, operand, plan)])
-    value = F.pad(value, _padding(merged, operand, plan)).contiguous()
+        return viewed(value, [value.shape[0], *(plan.core_sizes[a] for a in operand.axes)])
+    flat, padding = _flat_sizes(merged, operand, plan), _padding(merged, operand, plan)
+    order = _bond_first(merged)
+    if order != sorted(order):
+        value = value.reshape([value.shape[0], *(plan.core_sizes[a] for a in merged.axes[1:])]).permute(order)
+    value = viewed(value, [value.shape[0], *flat])
+    if any(padding):
+        value = F.pad(value, padding)
     # A strided view wants its base in memory. Otherwise Inductor moves the copy behind the slicing into layers: as many
     # small kernels as there are layers, each with its own pass of the compiler.
+    value = value.contiguous()
     return value.as_strided(value.shape, value.stride())
 
 
@@ -171,8 +176,11 @@ def _unfinish(grad: torch.Tensor, merged: Tensor, operand: Tensor, plan: LinearP
     """Adjoint of ``_finish``."""
     if len(operand.axes) != 2 or operand.axes == merged.axes[1:]:
         return grad
-    grad = F.pad(grad, [-p for p in _padding(merged, operand, plan)])
-    order = _bond_first(merged)
+    padding, order = _padding(merged, operand, plan), _bond_first(merged)
+    if any(padding):
+        grad = F.pad(grad, [-p for p in padding])
+    if order == sorted(order):
+        return grad
     grad = grad.reshape([grad.shape[0], *(plan.core_sizes[merged.axes[k]] for k in order[1:])])
     return grad.permute([order.index(k) for k in range(len(order))])
 

@@ -19,8 +19,9 @@ from comera_compile.tt.spectrum import Spectrum, energy_kept, looks_random
 
 Init = Literal["auto", "svd", "random"]
 
-_SEED_BYTES = 65536
+_SEED_BYTES = 16384
 _SKETCH_FLOOR = 1e-3  # smallest error that a float32 sketch can tell from none
+_SMALLEST_SQUARED = 1e-15  # entries whose squares float32 still holds with room to spare
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,19 @@ def _check(weight: Tensor, shape: TTShape, name: str) -> None:
 def _rms(weight: Tensor, shape: TTShape) -> float:
     """Root mean square of the entries outside the zero row: the standard deviation of a weight of mean zero.
 
-    To six digits, so that the order of summation, hence the number of threads, cannot show in drawn cores.
+    Row by row, then to six digits, so that the number of threads cannot show in drawn cores.
     """
     rows = shape.rows - (shape.zero_row >= 0)
-    norm = float(torch.linalg.vector_norm(weight, dtype=torch.float64))
-    return float(f"{norm / math.sqrt(max(1, rows) * shape.cols):.6g}")
+    count = max(1, rows) * shape.cols
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    rms = _norm(torch.linalg.vector_norm(weight, dim=1, dtype=dtype)) / math.sqrt(count)
+    if not _SMALLEST_SQUARED < rms < 1 / _SMALLEST_SQUARED:  # squares of such entries leave float32
+        rms = _norm(weight) / math.sqrt(count)
+    return float(f"{rms:.6g}")
+
+
+def _norm(values: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
 def _matrix_rank(shape: TTShape) -> int:

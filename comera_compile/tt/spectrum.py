@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-_MAX_SIDE = 8192  # longer sides are sampled at equal distances: an embedding table has far more rows than it takes
+_MAX_SIDE = 4096  # longer sides are sampled at equal distances: an embedding table has far more rows than it takes
 _MAX_RANK = 128
 _OVERSAMPLE = 8
 _POWER_STEPS = 2
@@ -47,7 +47,7 @@ def energy_kept(weight: Tensor, rank: int) -> float:
     """Share of the squared Frobenius norm in the top ``rank`` singular values, from a sketch of fixed seed.
 
     Args:
-        weight: ``(rows, cols)``, any float dtype; sides above 8192 are sampled.
+        weight: ``(rows, cols)``, any float dtype; sides above 4096 are sampled.
         rank: number of singular values, at least 1.
 
     Returns:
@@ -90,7 +90,7 @@ def _margins(short: int) -> tuple[float, float]:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """At most 8192 rows and columns at equal distances, in float32, scaled so that no square over- or underflows."""
+    """At most 4096 rows and columns at equal distances, in float32, scaled so that no square over- or underflows."""
     rows, cols = (_spread(size, weight.device) for size in weight.shape)
     sampled = weight.detach()
     if rows is not None:
@@ -113,15 +113,21 @@ def _leading(matrix: Tensor, rank: int) -> tuple[float, float]:
     total = float(torch.linalg.vector_norm(matrix)) ** 2
     if total == 0:
         return 1.0, 0.0
+    if matrix.shape[0] > matrix.shape[1]:
+        matrix = matrix.T  # the same values, and bases as short as they can be: most of the time is in their QR
     width = min(rank + _OVERSAMPLE, *matrix.shape)
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    sketch = _normal(matrix.shape[1], width, generator).to(matrix.device)
-    basis = torch.linalg.qr(matrix @ sketch).Q
+    basis = torch.linalg.qr(matrix @ _sketch(matrix.shape[1], width).to(matrix.device)).Q
     for _ in range(_POWER_STEPS):
         basis = torch.linalg.qr(matrix @ (matrix.T @ basis)).Q
     small = basis.T @ matrix
     squares = torch.linalg.eigvalsh(small @ small.T).flip(0)
     return min(1.0, float(squares[:rank].sum()) / total), math.sqrt(float(squares[0]) / total)
+
+
+@lru_cache(maxsize=16)
+def _sketch(rows: int, cols: int) -> Tensor:
+    """Always the same directions for a size, so that equal weights get equal decisions."""
+    return _normal(rows, cols, torch.Generator(device="cpu").manual_seed(0))
 
 
 @lru_cache(maxsize=256)
