@@ -74,7 +74,8 @@ def called_module() -> nn.Module | None:
     After a graph break inside a submodule, Dynamo compiles that submodule's forward as a frame of its own. What the
     user compiled is then further up the stack: the outermost method of a module within torch.compile's wrapper.
     """
-    called: Any = _output().local_scope.get("self")
+    scope = _output().local_scope
+    called: Any = scope.get("self", scope.get("fn"))  # torch's own modules are called through a function of theirs
     outermost = called
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name != "compile_wrapper":

@@ -123,6 +123,19 @@ def test_only_wanted_gradients_are_computed(name: str, wanted: tuple[int, int, i
             check(torch.autograd.grad(y, leaves, grad), expected, torch.float64, plan.name)
 
 
+@pytest.mark.parametrize("other", ["x", "weight", "bias"])
+def test_operands_of_different_dtypes_are_refused_outside_autocast(other: str) -> None:
+    # As F.linear does: a silent cast would hide where precision is lost. Autocast casts all of them.
+    shape = SHAPES["order 3"]
+    plan = candidates(shape, "cols", 16)[0]
+    sizes = {"x": (4, 30), "weight": (shape.numel,), "bias": (plan.shape.rows,)}
+    x, packed, bias = (torch.randn(s, dtype=torch.bfloat16 if n == other else torch.float32) for n, s in sizes.items())
+    with pytest.raises(RuntimeError, match="same dtype"):
+        run(plan, x, bias, packed, shape.scale)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert run(plan, x, bias, packed, shape.scale).dtype == torch.bfloat16
+
+
 def test_nothing_wants_a_gradient() -> None:
     shape = SHAPES["order 3"]
     x, packed = torch.randn(4, 30, dtype=torch.float64), torch.randn(shape.numel, dtype=torch.float64)

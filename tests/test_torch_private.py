@@ -150,6 +150,13 @@ def test_the_called_module() -> None:
     assert len(backend.seen) == 1 and backend.seen[0] is model
 
 
+def test_a_called_module_of_torch_itself() -> None:
+    # Dynamo does not compile torch's own forward methods but a function around the call of the module.
+    model, backend = nn.Sequential(nn.Linear(tiny.WIDTH, tiny.WIDTH), nn.ReLU()), watching(called)
+    torch.compile(model, backend=backend)(tiny.rows(3, dtype=torch.float32))
+    assert len(backend.seen) == 1 and backend.seen[0] is model
+
+
 def test_the_called_module_after_a_break_in_a_submodule() -> None:
     # The submodule's forward is compiled as frames of its own; what the user compiled is further up the stack.
     model, backend = nn.Sequential(nn.Identity(), tiny.Broken()), watching(called)

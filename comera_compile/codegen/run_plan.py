@@ -45,7 +45,7 @@ def apply_operands(plan_text: str, x: torch.Tensor, bias: torch.Tensor | None, *
 
     ``bias`` has the width of ``y`` or is None.
     """
-    dtype = _compute_dtype(x, operands)
+    dtype = _compute_dtype(x, operands if bias is None else (*operands, bias))
     bias = None if bias is None else bias.to(dtype)
     with torch.autocast(x.device.type, enabled=False):
         y: torch.Tensor = ApplyOperands.apply(  # type: ignore[no-untyped-call]
@@ -208,11 +208,11 @@ def _padding(merged: Tensor, operand: Tensor, plan: LinearPlan) -> list[int]:
     return [0, want[1] - have[1], 0, want[0] - have[0]]
 
 
-def _compute_dtype(x: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.dtype:
+def _compute_dtype(x: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.dtype:
     """The dtype `F.linear` would compute in: autocast's if it is on; otherwise all must agree, as in eager."""
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
-    wrong = [o.dtype for o in operands if o.dtype != x.dtype]
+    wrong = [o.dtype for o in others if o.dtype != x.dtype]
     if wrong:
-        raise RuntimeError(f"expected input and weight to have the same dtype, got {x.dtype} and {wrong[0]}")
+        raise RuntimeError(f"expected input, weight and bias to have the same dtype, got {x.dtype} and {wrong[0]}")
     return x.dtype
