@@ -53,10 +53,11 @@ def _ranges(best: Callable[[int], LinearPlan]) -> list[RowRange]:
     low, current = 1, best(1)
     while low < _LARGEST_ROWS:
         high = low * 2
-        following = best(high)
-        if following != current:
-            ranges.append(RowRange(_crossover(best, low, high, current), current))
-            current = following
+        while best(high) != current:  # between two powers a third plan may come first
+            low = _crossover(best, low, high, current)
+            ranges.append(RowRange(low, current))
+            low += 1
+            current = best(low)
         low = high
     return [*ranges, RowRange(None, current)]
 
