@@ -113,10 +113,19 @@ def test_best_rates_are_those_of_the_lowest_final_bits() -> None:
 
 
 def test_numbers_that_cannot_work_are_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, said in ((["--width", "500"], "multiple of --heads 8"), (["--rank", "0"], "--rank must be above 0")):
+    for arguments, said in (
+        (["--width", "500", "--heads", "8"], "multiple of --heads 8"),
+        (["--rank", "0"], "--rank must be above 0"),
+    ):
         with pytest.raises(SystemExit):
             parse(arguments)
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("width", "heads"), [(768, 12), (512, 8), (256, 4), (500, 5), (40, 1)])
+def test_heads_are_as_many_as_the_width_has_room_for(width: int, heads: int) -> None:
+    # One for every 64, fewer where that does not divide the width (500 / 7), at least one.
+    assert parse(["--width", str(width)]).settings.heads == heads
 
 
 def test_what_is_given_overrides_the_short_form() -> None:

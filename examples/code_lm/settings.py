@@ -14,11 +14,11 @@ SWEEP_RATES = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1)
 class Settings:
     """One comparison: the same for both sides, but for ``rank``, which only comera reads."""
 
-    seconds: float = 100.0
+    seconds: float = 80.0
     steps: int = 0
-    width: int = 512
+    width: int = 768
     blocks: int = 6
-    heads: int = 8
+    heads: int = 0
     context: int = 256
     batch: int = 4
     rank: int = 32
@@ -26,7 +26,7 @@ class Settings:
     seed: int = 0
     threads: int = 0
     windows: int = 32
-    checks: int = 10
+    checks: int = 8
 
 
 SHORT = {"steps": 30, "width": 256, "blocks": 1, "context": 64, "batch": 4, "rank": 16, "windows": 16, "checks": 3}
@@ -35,7 +35,7 @@ HELP = {
     "steps": "stop after so many steps instead of --seconds",
     "width": "size of the residual stream",
     "blocks": "transformer blocks",
-    "heads": "attention heads",
+    "heads": "attention heads; 0 is one for every 64 of the width",
     "context": "bytes seen at once",
     "batch": "sequences in a step",
     "rank": "tensor-train rank of the comera side",
@@ -85,13 +85,17 @@ def parse(arguments: list[str] | None = None) -> Task:
 
 def check(settings: Settings, parser: argparse.ArgumentParser) -> Settings:
     """Refuse numbers that cannot work, before anything has been compiled."""
-    may_be_zero = {"steps", "seed", "threads"}
+    may_be_zero = {"steps", "seed", "threads", "heads"}
     for field in fields(Settings):
         value = getattr(settings, field.name)
         if value < 0 or (value == 0 and field.name not in may_be_zero):
             parser.error(
                 f"--{field.name} must be {'at least 0' if field.name in may_be_zero else 'above 0'}, got {value}"
             )
+    if settings.heads == 0:
+        at_most = max(1, settings.width // 64)
+        heads = next(count for count in range(at_most, 0, -1) if settings.width % count == 0)
+        settings = replace(settings, heads=heads)
     if settings.width % settings.heads:
         parser.error(f"--width {settings.width} must be a multiple of --heads {settings.heads}")
     return settings
