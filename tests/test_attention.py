@@ -246,3 +246,23 @@ def test_the_default_scale_is_that_of_the_paper() -> None:
     k = torch.tensor([[[[3.0, 0, 0, 0], [1.0, 0, 0, 0]]]])
     weight = 1 / (1 + math.exp((2 - 6) / 2))
     assert torch.allclose(attention_by_products(q, k, v, False, None), torch.tensor(weight))
+
+
+BROADCAST = {
+    "keys and values for all heads": ((2, 4, 9, 8), (2, 1, 9, 8), (2, 1, 9, 8)),
+    "one query for the batch": ((1, 4, 5, 8), (2, 4, 9, 8), (2, 4, 9, 8)),
+    "heads against batch": ((1, 6, 5, 8), (6, 1, 5, 8), (6, 1, 5, 8)),
+    "values of no width": ((2, 3, 5, 8), (2, 3, 5, 8), (2, 3, 5, 0)),
+}
+
+
+@pytest.mark.parametrize("sizes", BROADCAST.values(), ids=BROADCAST.keys())
+def test_broadcast_inputs_are_left_to_torch(sizes: tuple[tuple[int, ...], ...]) -> None:
+    # Flattened to one batch axis they would not fit each other or, worse, fit wrongly: (1, 6) against (6, 1).
+    inputs = [torch.randn(size, dtype=torch.float64) for size in sizes]
+    assert not is_rewritten(F.scaled_dot_product_attention, *inputs)
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_scales_that_turn_the_order_of_the_scores_are_left_to_torch(scale: float) -> None:
+    assert not is_rewritten(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=scale), *[heads()] * 3)

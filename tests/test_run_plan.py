@@ -123,6 +123,16 @@ def test_only_wanted_gradients_are_computed(name: str, wanted: tuple[int, int, i
             check(torch.autograd.grad(y, leaves, grad), expected, torch.float64, plan.name)
 
 
+def test_large_scales_stay_within_half_precision() -> None:
+    # Each core times 100 is in range; one core of a half, 0.1 here, times 100 ** 3 for all of them is not.
+    shape = choose_shape(48, 48, format="tt", rank=4, order=3).with_scale(100.0)
+    first, *inner, last = (torch.randn(size) for size in shape.core_sizes)
+    packed = torch.cat([0.1 * first, *(1e-2 * core for core in inner), 0.1 * last]).half()
+    plan = candidates(shape, "cols", 16)[0]
+    ours, right = (run(plan, torch.ones(2, 48, dtype=t), None, packed.to(t), 100.0) for t in (torch.half, torch.double))
+    assert (ours - right).norm() <= 0.01 * right.norm()
+
+
 @pytest.mark.parametrize("other", ["x", "weight", "bias"])
 def test_operands_of_different_dtypes_are_refused_outside_autocast(other: str) -> None:
     # As F.linear does: a silent cast would hide where precision is lost. Autocast casts all of them.

@@ -11,9 +11,10 @@ import torch
 def attention_by_products(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float | None
 ) -> torch.Tensor:
-    """``softmax(q k^T scale) v``; all ``[batch, heads, tokens, width]``, as ``F.scaled_dot_product_attention``.
+    """``softmax(q k^T scale) v``, as ``F.scaled_dot_product_attention``.
 
-    ``scale`` is positive, or None for one over the root of the width.
+    All are ``[batch, heads, tokens, width]`` with the same batch and heads, none broadcast. ``scale`` is positive, or
+    None for one over the root of the width.
     """
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     q, k, v = (x.reshape(-1, x.shape[-2], x.shape[-1]) for x in (query, key, value))

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from comera_compile.codegen.contract import contract, viewed
-from comera_compile.codegen.layer_stack import Scaling, join_cores, stack_packed
+from comera_compile.codegen.layer_stack import join_cores, stack_packed
 from comera_compile.planning.linear_plan import LinearPlan
 from comera_compile.planning.program import Program
 from comera_compile.planning.step import Step, Tensor
@@ -63,7 +63,7 @@ class MergeCores(torch.autograd.Function):
         plan = LinearPlan.decode(plan_text)
         program = plan.merge.with_layer_axis()
         sizes = {**plan.core_sizes, "l": len(packed)}
-        stacked = stack_packed(packed, _scaling(plan, scales))
+        stacked = stack_packed(packed, scales)
         parts = torch.split(stacked, list(plan.shape.core_sizes), dim=1)
         values = dict(zip(program.input_names, parts, strict=True))
         _run(program.steps, values, sizes)
@@ -86,7 +86,7 @@ class MergeCores(torch.autograd.Function):
             values[f"d{out.name}"] = _unfinish(grad, out, operand, plan)
         _run(program.backward(program.input_names), values, {**plan.core_sizes, "l": layers})
         cores = [viewed(values[f"d{n}"], [layers, plan.shape.core_sizes[k]]) for k, n in enumerate(program.input_names)]
-        return None, None, *join_cores(cores, _scaling(plan, ctx.scales)).unbind(0)
+        return None, None, *join_cores(cores, ctx.scales).unbind(0)
 
 
 class ApplyOperands(torch.autograd.Function):
@@ -128,17 +128,6 @@ class ApplyOperands(torch.autograd.Function):
 def _column_sums(grad: torch.Tensor) -> torch.Tensor:
     """Gradient of the bias, as a product with ones: Inductor's strided column sum takes 3-9 times as long on a CPU."""
     return torch.mm(grad.new_ones(1, grad.shape[0]), grad).reshape(-1)
-
-
-def _scaling(plan: LinearPlan, scales: Sequence[float]) -> Scaling:
-    """Scaling all ``k`` cores of a half by ``s`` comes to scaling one of them, the smallest, by ``s ** k``."""
-    sizes = plan.shape.core_sizes
-    split = len(plan.shape.row_modes)
-    halves = range(split), range(split, len(sizes))
-    smallest = [min(half, key=sizes.__getitem__) for half in halves]
-    starts = tuple(sum(sizes[:k]) for k in smallest)
-    stops = tuple(start + sizes[k] for start, k in zip(starts, smallest, strict=True))
-    return Scaling(starts, stops, tuple(tuple(s ** len(half) for s in scales) for half in halves))
 
 
 def _run(steps: Sequence[Step], values: Values, sizes: dict[str, Any]) -> None:
