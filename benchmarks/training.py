@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from benchmarks.six_encoders import Batch, SixEncoders, Sizes, zipf_batches
 LEARNING_RATE = 1e-4
 BASELINE = "dense"
 OURS = "comera"
+OURS_SAVING_ALL = "comera_saving_all"
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Setting:
     rank: int
     sizes: Sizes = field(default_factory=Sizes)
     seed: int = 0
+    saved: str = "auto"  # option of this backend: what is kept between forward and backward
 
 
 @dataclass
@@ -80,7 +82,12 @@ def _dense(model: nn.Module, setting: Setting) -> Training:
 def _comera(model: nn.Module, setting: Setting) -> Training:
     # which allocator runs is said by the benchmark, for all variants of a process alike
     options: dict[str, str | int | bool | Callable[..., Any]] = {"rank": setting.rank, "keep_memory": False}
+    options |= {"saved": setting.saved}
     return _training(model, torch.compile(model, backend="comera", options=options), setting)
+
+
+def _comera_saving_all(model: nn.Module, setting: Setting) -> Training:
+    return _comera(model, replace(setting, saved="all"))
 
 
 def _tt_autograd(model: nn.Module, setting: Setting) -> Training:
@@ -104,6 +111,7 @@ def _training(model: nn.Module, forward: Callable[[Tensor, Tensor], Tensor], set
 VARIANTS: dict[str, Callable[[nn.Module, Setting], Training]] = {
     BASELINE: _dense,
     OURS: _comera,
+    OURS_SAVING_ALL: _comera_saving_all,
     "tt_autograd": _tt_autograd,
     "tensorly": _tensorly,
     "galore": _galore,

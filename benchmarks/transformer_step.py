@@ -16,7 +16,8 @@ import torch
 
 from benchmarks import bookkeeping, compile_time, floor, memory, output, peers, process, step_speed, step_table
 from benchmarks.six_encoders import Sizes
-from benchmarks.training import BASELINE, OURS, PEERS, VARIANTS, Setting, build
+from benchmarks.training import BASELINE, OURS, OURS_SAVING_ALL, PEERS, VARIANTS, Setting, build
+from comera_compile.options import SAVED
 
 MODULE = "benchmarks.transformer_step"
 STANDARD = (BASELINE, OURS, "tt_autograd")
@@ -34,6 +35,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--rounds", type=int, default=25, help="rounds kept, if --seconds suffice for them")
     p.add_argument("--seconds", type=float, default=60.0, help="no further round is begun after this time")
     p.add_argument("--variants", type=_variants, help=f"of {','.join(VARIANTS)}; peers by default at batch 1 only")
+    p.add_argument(
+        "--saved",
+        choices=SAVED,
+        default="auto",
+        help="what this backend saves for the backward; min is also timed against all",
+    )
     p.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--compile-time", action="store_true", help="also compile cold and warm, in fresh processes")
     p.add_argument("--bookkeeping", action="store_true", help="only count CoMERA's own shapes")
@@ -44,6 +51,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         p.error("--batch, --threads, --rank and --rounds must be at least 1")
     if options.variants is None:
         options.variants = STANDARD + (PEERS if options.batch == 1 else ())
+        options.variants += (OURS_SAVING_ALL,) if options.saved == "min" else ()
     if options.measure in ("memory", "compile") and len(options.variants) != 1:
         p.error(f"--measure {options.measure} takes one variant: --variants NAME")
     return options
@@ -59,7 +67,7 @@ def _variants(text: str) -> tuple[str, ...]:
 
 def measure_part(options: argparse.Namespace) -> dict[str, Any]:
     """The one part that ``--measure`` names, in this process."""
-    setting = Setting(options.batch, options.rank)
+    setting = Setting(options.batch, options.rank, saved=options.saved)
     if options.measure == "speed":
         return step_speed.measure(options.variants, setting, rounds=options.rounds, seconds=options.seconds)
     [variant] = options.variants
@@ -71,7 +79,7 @@ def measure_part(options: argparse.Namespace) -> dict[str, Any]:
 
 def measure_all(options: argparse.Namespace) -> dict[str, Any]:
     """Every part that was asked for, merged into one result."""
-    setting = Setting(options.batch, options.rank)
+    setting = Setting(options.batch, options.rank, saved=options.saved)
     variants, missing = installed(options.variants)
     before = floor.measure_machine()
     result = step_speed.measure(variants, setting, rounds=options.rounds, seconds=options.seconds)
@@ -110,7 +118,7 @@ def child(
     extra: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """One part, measured in a fresh process under the same conditions and the part's allocator."""
-    same = [f"--{key}={getattr(options, key)}" for key in ("batch", "threads", "rank")]
+    same = [f"--{key}={getattr(options, key)}" for key in ("batch", "threads", "rank", "saved")]
     arguments = [*same, f"--measure={part}", f"--variants={','.join(variants)}", *more]
     return process.run_child(MODULE, arguments, allocator=ALLOCATOR_OF[part] or "default", extra=extra)
 
@@ -165,10 +173,18 @@ def main(options: argparse.Namespace) -> None:
     else:
         name, result = "transformer_step", measure_all(options) if options.measure == "all" else measure_part(options)
         shapes = {**asdict(Sizes()), "batch": options.batch}
-        specific = {"dtype": "float32", "shapes": shapes, "rank": options.rank, "rounds": result.pop("rounds", None)}
+        specific = {
+            "dtype": "float32",
+            "shapes": shapes,
+            "rank": options.rank,
+            "saved": options.saved,
+            "rounds": result.pop("rounds", None),
+        }
     raw = {"seconds": result.pop("raw_seconds", {})}
     if "floor" in result:
         step_table.show(result, specific["rounds"])
+        if "time_over_saving_all" in result:
+            print(f"time over that of saved='all': {result['time_over_saving_all']:.3g}")
     facts = output.conditions(malloc=process.malloc_settings(), **specific)
     output.emit({"name": name, "conditions": facts, **result}, raw=raw, json_file=options.json)
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import fx
 
-from comera_compile import pipeline, torch_private
+from comera_compile import pipeline, torch_partition, torch_private
 from comera_compile.errors import ComeraError, CompileError, OptionError
 from comera_compile.first_call import convert_called
 from comera_compile.memory_policy import keep_freed_memory
 from comera_compile.options import Options
+from comera_compile.passes.tag_saved_tensors import tag_saved_tensors
 from comera_compile.plan_record import record_plans
 from comera_compile.version import code_fingerprint
 from comera_compile.weights.checkpoint import accept_packed_checkpoints
@@ -93,7 +95,10 @@ def compile_graph(
     _fall_back(unplanned, options.strict)
     if options.keep_memory:
         keep_freed_memory()
-    return torch_private.compile_inner(options.inner, graph_module, example_inputs, _patches(options))
+    partitioner = _partitioner(options)
+    if partitioner is not None and options.inner == "aot_eager":
+        return torch_partition.compile_eagerly(graph_module, example_inputs, partitioner)
+    return torch_private.compile_inner(options.inner, graph_module, example_inputs, _patches(options, partitioner))
 
 
 def _fall_back(unplanned: Sequence[str], strict: bool) -> None:
@@ -109,11 +114,23 @@ def _fall_back(unplanned: Sequence[str], strict: bool) -> None:
         _log.warning("comera: %s", text)
 
 
-def _patches(options: Options) -> dict[str, Any]:
+def _partitioner(options: Options) -> torch_partition.Partitioner | None:
+    """What cuts the joint graph, where the options say what is saved; None: as the inner compiler does."""
+    asked = options.saved == "min" or options.saved_bytes is not None
+    if not options.cuts or not (asked or options.inner == "aot_eager" or torch_partition.can_partition()):
+        return None
+    tag = partial(tag_saved_tensors, saved="min" if options.saved == "min" else "auto", limit=options.saved_bytes)
+    key = f"{code_fingerprint()} saved={options.saved} saved_bytes={options.saved_bytes}"
+    return torch_partition.Partitioner(key, tag)
+
+
+def _patches(options: Options, partitioner: torch_partition.Partitioner | None) -> dict[str, Any]:
     """Inductor config for this compilation."""
     patches: dict[str, Any] = torch_private.cacheable(pipeline.graph_functions(), code_fingerprint())
     if options.cudagraphs:
         patches["triton.cudagraphs"] = True
+    if partitioner is not None:
+        patches |= torch_partition.partitioner_patch(partitioner)
     return patches | dict(options.inner_options)
 
 

@@ -13,6 +13,11 @@ from comera_compile.errors import OptionError
 
 Init = Literal["auto", "svd", "random"]
 INITS: tuple[Init, ...] = ("auto", "svd", "random")
+Saved = Literal["auto", "all", "min"]
+SAVED: tuple[Saved, ...] = ("auto", "all", "min")
+# Inner compilers that leave the cut between forward and backward to this package.
+CUTTING = ("inductor", "aot_eager")
+_PARTITIONER = "custom_partitioner_fn"
 Modes = tuple[tuple[int, ...], tuple[int, ...]]
 _LAYER_OPTIONS = ("rank", "modes", "order", "init", "max_error", "tolerance", "min_elements")
 
@@ -38,6 +43,14 @@ class Options:
         cudagraphs: let Inductor use CUDA Graphs.
         strict: raise where the package would fall back.
         keep_memory: let the C library keep freed memory between steps (glibc on CPU); see ``memory_policy``.
+        saved: what is kept between forward and backward. ``"auto"`` makes again in the backward what takes no longer
+            than saving it; ``"min"`` also what takes little time: wide tensors behind a tensor-train layer, from its
+            bond, through bias, activation, norm, residual sum and the inputs of attention; ``"all"`` leaves it to the
+            inner compiler. ``"min"`` needs inner ``"inductor"`` or ``"aot_eager"``; with
+            others ``"auto"`` is ``"all"``.
+        saved_bytes: the bytes that each compiled graph may save at most, an int: storages that are neither inputs nor
+            parameters, at the batch it is compiled for. What takes the least time a byte is made again first. Needs an
+            inner compiler as ``"min"`` does. CompileError where it cannot be met.
 
     Raises:
         OptionError: a value is impossible.
@@ -58,6 +71,8 @@ class Options:
     cudagraphs: bool = False
     strict: bool = False
     keep_memory: bool = True
+    saved: Saved = "auto"
+    saved_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _check_rank(self.rank)
@@ -75,8 +90,26 @@ class Options:
         for name in ("include", "exclude"):
             object.__setattr__(self, name, _patterns(name, getattr(self, name)))
         _check_choice("inner", self.inner, torch_private.inner_backend_names())
+        self._check_saved()
         for pattern, settings in self.layers.items():
             self._check_layer(pattern, settings)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether this package says what is saved, and not the inner compiler or a partitioner of the user's."""
+        return self.saved != "all" and self.inner in CUTTING and _PARTITIONER not in self.inner_options
+
+    def _check_saved(self) -> None:
+        _check_choice("saved", self.saved, SAVED)
+        if self.saved_bytes is not None:
+            _check_bytes("saved_bytes", self.saved_bytes)
+            if self.saved == "all":
+                raise OptionError("saved='all' and saved_bytes exclude each other: leave out one of them")
+        asked = "saved='min'" if self.saved == "min" else "saved_bytes"
+        if (self.saved == "min" or self.saved_bytes is not None) and not self.cuts:
+            if self.inner not in CUTTING:
+                raise OptionError(f"{asked} needs inner {' or '.join(map(repr, CUTTING))}, got {self.inner!r}")
+            raise OptionError(f"{asked} and inner_options[{_PARTITIONER!r}] exclude each other: leave out one of them")
 
     def _check_layer(self, pattern: str, settings: Mapping[str, Any]) -> None:
         _check_type("a key of layers", pattern, str, "a name pattern such as 'blocks.*.fc1'")
@@ -164,6 +197,12 @@ def _check_int(name: str, value: object, low: int, high: int | None) -> None:
     allowed = f"an int of at least {low}" if high is None else f"an int from {low} to {high}"
     if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
         raise OptionError(f"{name} must be {allowed}, got {value!r}")
+
+
+def _check_bytes(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        example = "such as 500 * 2**20 for 500 MiB"
+        raise OptionError(f"{name} must be a number of bytes, an int of at least 0, {example}; got {value!r}")
 
 
 def _check_fraction(name: str, value: object) -> None:

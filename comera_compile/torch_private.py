@@ -174,7 +174,10 @@ def check_compiler(inner: str, inputs: Sequence[Any]) -> None:
 def compile_inner(
     name: str, graph_module: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]
 ) -> Compiled:
-    """Lower a rewritten graph: Inductor with config patches, or any other registered Dynamo backend by name."""
+    """Lower a rewritten graph: Inductor with config patches, or any other registered Dynamo backend by name.
+
+    How the graph is cut into forward and backward, see ``torch_partition``.
+    """
     if name == "inductor":
         from torch._inductor.compile_fx import compile_fx  # heavy; only when it is what runs
 

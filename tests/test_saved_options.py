@@ -1,0 +1,60 @@
+"""The options that say what is saved for the backward, and the disk cache's key for them."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+import comera_compile as comera
+from comera_compile import torch_partition
+from comera_compile.backend import _partitioner
+from comera_compile.options import Options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"saved": "most"}, r"saved must be one of 'auto', 'all', 'min', got 'most'"),
+        ({"saved": None}, "saved must be one of"),
+        ({"saved_bytes": "2GB"}, r"saved_bytes must be a number of bytes, an int .* 500 MiB; got '2GB'"),
+        ({"saved_bytes": 2e9}, "saved_bytes must be a number of bytes, an int"),
+        ({"saved_bytes": -1}, "an int of at least 0"),
+        ({"saved_bytes": True}, "saved_bytes must be a number of bytes"),
+        ({"saved": "all", "saved_bytes": 1}, "exclude each other"),
+        ({"saved": "min", "inner": "eager"}, "saved='min' needs inner 'inductor' or 'aot_eager', got 'eager'"),
+        ({"saved_bytes": 1, "inner": "eager"}, "saved_bytes needs inner"),
+        ({"saved": "min", "inner_options": {"custom_partitioner_fn": None}}, "custom_partitioner_fn"),
+    ],
+)
+def test_impossible_options_are_refused_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(comera.OptionError, match=message):
+        comera.Backend(**options)
+
+
+def test_the_disk_cache_tells_choices_apart() -> None:
+    # Inductor puts uuid() and the pickled configuration into its key: equal for equal options, else different.
+    options: list[dict[str, Any]] = [{}, {"saved": "min"}, {"saved_bytes": 5}, {"saved_bytes": 6}]
+    first, second = ([_partitioner(Options(**o)) for o in options] for _ in range(2))
+    keys = [[(p.uuid(), pickle.dumps(p)) for p in made if p is not None] for made in (first, second)]
+    assert len(set(keys[0])) == 4 and keys[0] == keys[1]
+
+
+@pytest.mark.parametrize(
+    "options", [{"saved": "all"}, {"inner": "eager"}, {"inner_options": {"custom_partitioner_fn": None}}]
+)
+def test_others_decide(options: dict[str, Any]) -> None:
+    # Inductor as it is; an inner compiler that cuts nothing; a partitioner of the user's.
+    assert _partitioner(Options(**options)) is None
+
+
+def test_a_torch_without_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import custom_graph_pass
+
+    monkeypatch.delattr(custom_graph_pass, "CustomPartitionerFn")
+    partitioner = _partitioner(Options(saved="min"))
+    assert partitioner is not None
+    with pytest.raises(comera.VersionError, match="leave out saved='min' and saved_bytes"):
+        torch_partition.partitioner_patch(partitioner)
+    assert _partitioner(Options()) is None  # the default is what Inductor does then
