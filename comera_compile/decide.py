@@ -21,6 +21,8 @@ from comera_compile.weights.placement import check_whole
 
 # Without a graph ("") the use is not known yet; the compiled call will see it.
 _PLANNED_USES = ("", "linear", "embedding")
+# A step or two to try a loop out teach nothing that a conversion could lose.
+_TRIAL_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Choice:
     policy: LoadPolicy
 
 
-def decide(found: Found, owners: Sequence[Owner], names: Sequence[str], options: Options) -> Choice:
+def decide(found: Found, owners: Sequence[Owner], names: Sequence[str], options: Options, steps: int = 0) -> Choice:
     """Look at a parameter and choose; nothing is changed.
 
     Args:
@@ -50,6 +52,7 @@ def decide(found: Found, owners: Sequence[Owner], names: Sequence[str], options:
         owners: every live module that holds it.
         names: its dotted names, one an owner below the roots; the first one is used in reports.
         options: settings of the whole call.
+        steps: steps that optimizers have taken with the parameter.
 
     Raises:
         PlacementError: the parameter is sharded.
@@ -82,7 +85,7 @@ def decide(found: Found, owners: Sequence[Owner], names: Sequence[str], options:
             f"strict: {name} is used by {found.use}, which has no planned contraction, so its dense matrix would "
             "be rebuilt in every call: keep it dense with the option exclude, or compile without strict"
         )
-    encoded = _encode(parameter, shape, settings, name)
+    encoded = _encode(parameter, shape, settings, name, steps)
     if encoded.packed is None:
         return dense(encoded.reason, encoded.kept)
     if 2 * encoded.shape.numel > parameter.numel():
@@ -118,7 +121,9 @@ def _no_gain(shape: TTShape, parameter: torch.Tensor) -> str:
     return f"too little to gain: ranks {shape.ranks} need {shape.numel:,} of {parameter.numel():,} elements"
 
 
-def _encode(parameter: nn.Parameter, shape: TTShape, settings: Options, name: str) -> Encoded:
+def _encode(parameter: nn.Parameter, shape: TTShape, settings: Options, name: str, steps: int) -> Encoded:
+    # What a few steps change may not show in the spectrum, but it is what was learned.
+    trained = f"trained ({steps} optimizer steps)" if steps > _TRIAL_STEPS else ""
     # The first call may run under inference_mode; its tensors could never be trained.
     with torch.inference_mode(False), torch.no_grad():
         return encode(
@@ -128,4 +133,5 @@ def _encode(parameter: nn.Parameter, shape: TTShape, settings: Options, name: st
             max_error=settings.max_error,
             tolerance=settings.tolerance,
             name=name,
+            trained=trained,
         )

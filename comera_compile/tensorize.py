@@ -20,6 +20,7 @@ from comera_compile.tt.shape import TTShape
 from comera_compile.weights import tt_module
 from comera_compile.weights.checkpoint import adopt_layouts
 from comera_compile.weights.copies import copies_of, follow
+from comera_compile.weights.optimizer_state import steps_taken
 from comera_compile.weights.owners import (
     Owner,
     in_named_order,
@@ -119,9 +120,9 @@ def convert(
     modules = in_named_order(live_modules(), names)
     owners = owners_of([f.parameter for f in fresh], modules)
     outer = qualified_names([*roots, *outer_modules(modules, roots)])
-    chosen = [
-        decide(f, owners[id(f.parameter)], _names_of(owners[id(f.parameter)], names, outer), options) for f in fresh
-    ]
+    steps = steps_taken([f.parameter for f in fresh])
+    known = [(f, owners[id(f.parameter)], steps.get(id(f.parameter), 0)) for f in fresh]
+    chosen = [decide(f, held, _names_of(held, names, outer), options, count) for f, held, count in known]
     moving = [c for c in chosen if c.packed is not None]
     copies = copies_of([c.parameter for c in moving], modules) if with_copies else ()
     followers = [_follow(moving[k], copy, modules) for k, copy in copies]

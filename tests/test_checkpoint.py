@@ -398,3 +398,13 @@ def test_resume_with_inductor_is_bit_equal_and_starts_warm(tmp_path: Path) -> No
         and not warm.get("autograd_cache_miss")
         and not warm.get("autograd_cache_bypass")
     )
+
+
+def test_dense_values_that_look_untrained_are_kept_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    # A checkpoint's values are what was asked for: others of the same variance may not take their place.
+    model = tensorized()
+    state = {k: v.clone() for k, v in comera.dense_state_dict(model).items()}
+    state["fc1.weight"] = torch.randn_like(state["fc1.weight"])
+    model.load_state_dict(state)
+    assert torch.equal(model.fc1.weight, state["fc1.weight"])
+    assert any("fc1.weight was loaded dense and stays dense" in r.getMessage() for r in caplog.records)

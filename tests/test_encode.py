@@ -195,3 +195,14 @@ def test_equal_in_another_process() -> None:
     # To the bit, although this process has two threads and the other one.
     expected = f"drawn {zlib.crc32(bytes(found.packed.view(torch.uint8).tolist()))}"
     assert child.stdout.strip() == expected, child.stderr
+
+
+def test_a_weight_said_to_be_trained_is_never_drawn() -> None:
+    # The spectrum of the first steps is that of noise; what they learned would be lost.
+    noise = torch.randn(384, 256)
+    assert encode(noise, LINEAR, init="auto", max_error=0.01).method == "drawn"
+    found = encode(noise, LINEAR, init="auto", max_error=0.01, trained="trained (9 optimizer steps)")
+    assert found.packed is None and found.reason.startswith("trained (9 optimizer steps): ")
+    assert encode(noise, LINEAR, init="random", max_error=0.01, trained="trained").method == "drawn"  # as asked
+    held = dense(encode(noise, LINEAR, init="random", max_error=0.01))
+    assert encode(held, LINEAR, init="auto", max_error=0.01, trained="trained").method == "svd"

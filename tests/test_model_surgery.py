@@ -197,6 +197,8 @@ def test_initialising_anew_draws_new_cores(model: nn.Module) -> None:
     assert 0.15 < drawn < 0.6
     model.fc1.reset_parameters()  # uniform of standard deviation 0.1
     assert 0.05 < model.fc1.weight.detach().std().item() < 0.2
+    nn.init.trunc_normal_(model.fc1.weight, std=0.02)  # in several operations
+    assert 0.01 < model.fc1.weight.detach().std().item() < 0.04
 
 
 UNFIT: dict[str, Callable[[nn.Linear], object]] = {
@@ -204,6 +206,9 @@ UNFIT: dict[str, Callable[[nn.Linear], object]] = {
     "identity": lambda fc: nn.init.eye_(fc.weight),
     "an element": lambda fc: fc.weight[3].__setitem__(5, 100.0),
     "NaN": lambda fc: fc.weight.fill_(float("nan")),
+    # Values that are given are not to be replaced by other random ones, however random they look.
+    "copy_ of random numbers": lambda fc: fc.weight.copy_(torch.randn(fc.weight.shape, dtype=torch.float64)),
+    "data of random numbers": lambda fc: setattr(fc.weight, "data", torch.randn(fc.weight.shape, dtype=torch.float64)),
 }
 
 

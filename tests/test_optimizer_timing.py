@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import comera_compile as comera
 from comera_compile.errors import OptionError, WeightError
+from comera_compile.weights.optimizer_state import steps_taken
 from tests import tiny_models as tiny
 
 Near = Callable[..., None]
@@ -289,3 +290,31 @@ def test_param_groups_refuse_a_model_that_is_still_dense() -> None:
     # It could not tell cores from biases; the message says what to call first.
     with pytest.raises(OptionError, match=r"comera\.tensorize"):
         comera.param_groups(tiny.Mlp(), weight_decay=0.1)
+
+
+@pytest.mark.parametrize(("steps", "kept"), [(3, False), (4, True), (40, True)])
+@pytest.mark.parametrize("fused", [True, False])
+def test_weights_that_an_optimizer_has_trained_are_not_drawn_anew(steps: int, kept: bool, fused: bool) -> None:
+    # Small steps leave the spectrum of noise; a step or two to try the loop out do not count.
+    torch.manual_seed(0)
+    model = tiny.Mlp().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+    train(model, optimizer, tiny.rows(5), steps)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    comera.tensorize(model, **tiny.OPTIONS)
+    same = all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+    assert same is kept
+    assert comera.report(model)["fc1.weight"].decision.reason.startswith(f"trained ({steps} opt" if kept else "untr")
+
+
+def test_the_steps_of_another_model_or_of_packed_weights_do_not_count() -> None:
+    model, other = tiny.Mlp().double(), tiny.Mlp().double()
+    optimizer = torch.optim.AdamW(other.parameters(), lr=1e-4)
+    train(other, optimizer, tiny.rows(5), 9)
+    assert steps_taken(model.parameters()) == {}
+    assert set(steps_taken(other.parameters()).values()) == {9}
+    (packed := torch.optim.AdamW(model.parameters())).state[model.fc1.weight] = {
+        "step": torch.tensor(7.0),
+        "exp_avg": torch.zeros(11),
+    }
+    assert steps_taken(model.parameters()) == {} and packed.state

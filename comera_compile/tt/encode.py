@@ -56,6 +56,7 @@ def encode(
     max_error: float,
     tolerance: float | None = None,
     name: str = "weight",
+    trained: str = "",
 ) -> Encoded:
     """Decide what becomes of a dense weight, and do it.
 
@@ -70,6 +71,8 @@ def encode(
         max_error: largest relative Frobenius error that ``"auto"`` accepts.
         tolerance: decompose at the smallest ranks within this relative error; the ranks of ``shape`` are caps.
         name: of the weight, for errors.
+        trained: why ``"auto"`` is to take the weight for trained whatever its spectrum says: the first steps of
+            training leave no trace there. Empty: the spectrum decides.
 
     Raises:
         WeightError: the weight holds NaN or infinity, or its size is not that of ``shape``.
@@ -77,23 +80,28 @@ def encode(
     # The first forward of a compiled model may run under autocast: the decision must not.
     with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
         _check(weight, shape, name)
-        return _decide(weight.detach(), shape, init, max_error, tolerance)
+        return _decide(weight.detach(), shape, init, max_error, tolerance, trained)
 
 
-def _decide(weight: Tensor, shape: TTShape, init: Init, max_error: float, tolerance: float | None) -> Encoded:
+def _decide(
+    weight: Tensor, shape: TTShape, init: Init, max_error: float, tolerance: float | None, trained: str
+) -> Encoded:
     if shape.zero_row >= 0 and bool(weight[shape.zero_row].any()):
         shape = replace(shape, zero_row=-1)
     std = _rms(weight, shape)
     spectrum = looks_random(weight, _matrix_rank(shape))
-    if init == "random" or std == 0 or (init == "auto" and spectrum.random):
+    if init == "random" or std == 0 or (init == "auto" and spectrum.random and not trained):
         return _draw(weight, shape, std, spectrum)
     if init == "auto":
         estimate = _estimate_error(weight, shape)
         # The sketch sees a little less energy than there is, and hidden entries can still be filled to suit.
         surely_worse = max(2 * max_error + _SKETCH_FLOOR, BEYOND_MENDING if has_hidden(shape) else 0.0)
         if estimate > surely_worse:
-            return _leave_dense(shape, spectrum, estimate, max_error)
-    return _decompose(weight, shape, std, spectrum, max_error if init == "auto" else None, tolerance)
+            return _leave_dense(shape, spectrum, estimate, max_error, trained)
+    found = _decompose(weight, shape, std, spectrum, tolerance)
+    if init == "auto" and found.relative_error > max_error:
+        return _leave_dense(found.shape, spectrum, found.relative_error, max_error, trained)
+    return found
 
 
 def _check(weight: Tensor, shape: TTShape, name: str) -> None:
@@ -145,13 +153,9 @@ def _draw(weight: Tensor, shape: TTShape, std: float, spectrum: Spectrum) -> Enc
     return Encoded(packed, shape, "drawn", spectrum.kept, spectrum.kept_if_random, 0.0, reason)
 
 
-def _decompose(
-    weight: Tensor, shape: TTShape, std: float, spectrum: Spectrum, max_error: float | None, tolerance: float | None
-) -> Encoded:
-    """Cores of the weight itself, unless they lose more than ``max_error``."""
+def _decompose(weight: Tensor, shape: TTShape, std: float, spectrum: Spectrum, tolerance: float | None) -> Encoded:
+    """Cores of the weight itself."""
     found = decompose(weight, shape, tolerance=tolerance)
-    if max_error is not None and found.relative_error > max_error:
-        return _leave_dense(found.shape, spectrum, found.relative_error, max_error)
     size = float(torch.linalg.vector_norm(found.cores[0])) / math.sqrt(found.cores[0].numel())
     shape = found.shape.with_scale(stored_scale(size, std, len(found.cores)))
     packed = pack(found.cores, shape).to(weight.dtype)
@@ -159,8 +163,9 @@ def _decompose(
     return Encoded(packed, shape, "svd", spectrum.kept, spectrum.kept_if_random, found.relative_error, reason)
 
 
-def _leave_dense(shape: TTShape, spectrum: Spectrum, error: float, max_error: float) -> Encoded:
-    reason = f"structured: {_energy(spectrum)}, error about {error:.2g} > max_error {max_error:g}"
+def _leave_dense(shape: TTShape, spectrum: Spectrum, error: float, max_error: float, trained: str) -> Encoded:
+    why = trained if spectrum.random and trained else "structured"
+    reason = f"{why}: {_energy(spectrum)}, error about {error:.2g} > max_error {max_error:g}"
     return Encoded(None, shape, "svd", spectrum.kept, spectrum.kept_if_random, error, reason)
 
 

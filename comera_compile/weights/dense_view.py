@@ -21,6 +21,8 @@ from comera_compile.tt.marker import decode
 from comera_compile.tt.packing import to_dense
 
 WRITE_ERROR = 1e-2
+# As they end: torch.nn.init has ``kaiming_uniform_`` and others.
+_RANDOM_FILLS = ("normal_", "uniform_", "exponential_", "cauchy_", "geometric_", "bernoulli_", "random_")
 _DATA_SET = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _FLAG_SET = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
@@ -55,6 +57,15 @@ class _Link:
         self.layout = layout
         self.source = source
         self.matrix = source.detach()
+        self.filled = False
+
+    def note(self, func: Callable[..., Any], given: Sequence[Any]) -> None:
+        """Whether the matrix stands for random numbers after a write: only then may others be drawn in their place.
+
+        So it is after ``normal_`` and its like, and after what follows with numbers alone, as in a truncated normal.
+        """
+        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        self.filled = func.__name__.endswith(_RANDOM_FILLS) or (self.filled and len(tensors) == 1)
 
     def write_back(self, matrix: torch.Tensor) -> None:
         """Put ``matrix`` into the cores at their present modes, ranks and scale."""
@@ -62,7 +73,9 @@ class _Link:
         if matrix.shape != (shape.rows, shape.cols):
             raise WeightError(f"expected a {shape.rows}x{shape.cols} matrix, got {tuple(matrix.shape)}")
         with torch.no_grad():
-            encoded = encode(matrix.detach().to(self.packed), shape, init="auto", max_error=WRITE_ERROR)
+            trained = "" if self.filled else "written"
+            found = matrix.detach().to(self.packed)
+            encoded = encode(found, shape, init="auto", max_error=WRITE_ERROR, trained=trained)
             if encoded.packed is None:
                 raise WeightError(
                     f"an in-place write to a tensor-train weight ({self.layout}) does not fit its ranks: "
@@ -132,6 +145,7 @@ class DenseView(torch.Tensor):
             if any(v._link.source.grad_fn is not node for v, node in changed):
                 raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
         for link in {id(v._link): v._link for v in written}.values():
+            link.note(func, [*args, *kwargs.values()])
             link.write_back(link.matrix)
         return _linked(result, views)
 
@@ -139,6 +153,7 @@ class DenseView(torch.Tensor):
 def _set_data(view: DenseView, data: torch.Tensor) -> None:
     """``weight.data = ...``, which no version counter shows."""
     with torch._C.DisableTorchFunctionSubclass():
+        view._link.filled = False
         view._link.write_back(data)
 
 

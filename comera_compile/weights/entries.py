@@ -80,7 +80,7 @@ def is_layout(value: object) -> TypeGuard[torch.Tensor]:
 
 def _from_dense(value: torch.Tensor, name: str, shape: TTShape, parameter: torch.Tensor, policy: LoadPolicy) -> Entry:
     dense = value.detach().to(parameter)
-    encoded = encode(dense, shape, init=policy.init, max_error=policy.max_error, name=name)
+    encoded = encode(dense, shape, init=policy.init, max_error=policy.max_error, name=name, trained="loaded")
     if encoded.packed is None:
         _log.warning("comera: %s was loaded dense and stays dense: %s", name, encoded.reason)
         return Entry(dense, None, f"loaded dense: {encoded.reason}")

@@ -6,7 +6,9 @@ the packed size, as after ``optimizer.load_state_dict`` of a resumed run, is kep
 
 from __future__ import annotations
 
+import gc
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -31,6 +33,30 @@ def watch(parameter: torch.Tensor, former: torch.Size) -> None:
         _hook.append(register_optimizer_step_pre_hook(drop_stale_state))
     _former_shapes[parameter] = {*_former_shapes.get(parameter, ()), former}
     _checked[parameter] = set()
+
+
+def steps_taken(parameters: Iterable[torch.Tensor]) -> dict[int, int]:
+    """The most steps that a living optimizer has taken with each parameter, by ``id(parameter)``.
+
+    From optimizers that count them (Adam and its like) and whose state is of the parameter's shape; others leave no
+    trace, or one that cannot be told from a loaded state.
+    """
+    wanted = {id(p): p for p in parameters}
+    steps: dict[int, int] = {}
+    # type() instead of isinstance(): some objects answer __class__ with arbitrary code.
+    for optimizer in [o for o in gc.get_objects() if issubclass(type(o), Optimizer) and "state" in o.__dict__]:
+        for parameter, state in list(optimizer.state.items()):
+            key = id(parameter)
+            if key in wanted and _fits(state, wanted[key].shape):
+                steps[key] = max(steps.get(key, 0), int(state.get("step", 0)))
+    return steps
+
+
+def _fits(state: Any, shape: torch.Size) -> bool:
+    """Whether a parameter's state is made for this shape, and not for its packed form."""
+    values = state.values() if isinstance(state, dict) else ()
+    shapes = [v.shape for v in values if isinstance(v, torch.Tensor) and v.numel() > 1]
+    return bool(shapes) and all(s == shape for s in shapes)
 
 
 def drop_stale_state(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
