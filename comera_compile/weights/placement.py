@@ -46,7 +46,8 @@ def check_movable(named: Iterable[tuple[str, torch.Tensor]], modules: Iterable[n
             raise PlacementError(
                 f"{name} is part of an autograd graph that is still alive (an eager loss or output that is still "
                 "referenced, or a wrapper such as DDP): expected none while the weight changes shape. Delete that loss "
-                "or run its backward first, or call comera.tensorize(model) before the first forward"
+                "or output (del loss; its backward alone does not free it), or call comera.tensorize(model) before the "
+                "first forward"
             )
 
 
