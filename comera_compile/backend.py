@@ -91,11 +91,11 @@ def compile_graph(
         if name == "plan_contractions":
             unplanned.extend(record_plans(graph))
 
-    pipeline.run(graph_module, observe)
+    pipeline.run(graph_module, observe, objective=options.objective)
     _fall_back(unplanned, options.strict)
     if options.keep_memory:
         keep_freed_memory()
-    partitioner = _partitioner(options)
+    partitioner = partitioner_for(options)
     if partitioner is not None and options.inner == "aot_eager":
         return torch_partition.compile_eagerly(graph_module, example_inputs, partitioner)
     return torch_private.compile_inner(options.inner, graph_module, example_inputs, _patches(options, partitioner))
@@ -114,7 +114,7 @@ def _fall_back(unplanned: Sequence[str], strict: bool) -> None:
         _log.warning("comera: %s", text)
 
 
-def _partitioner(options: Options) -> torch_partition.Partitioner | None:
+def partitioner_for(options: Options) -> torch_partition.Partitioner | None:
     """What cuts the joint graph, where the options say what is saved; None: as the inner compiler does."""
     asked = options.saved == "min" or options.saved_bytes is not None
     if not options.cuts or not (asked or options.inner == "aot_eager" or torch_partition.can_partition()):

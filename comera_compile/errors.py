@@ -29,3 +29,11 @@ class CompileError(ComeraError, RuntimeError):
 
 class VersionError(ComeraError, RuntimeError):
     """The installed torch lacks an interface this package needs."""
+
+
+class PlanningError(ComeraError, ValueError):
+    """Contractions were asked for that cannot be planned: sizes that contradict each other, a limit too small."""
+
+
+class CalibrationError(ComeraError, RuntimeError):
+    """The device could not be measured well enough to plan by it."""

@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from comera_compile import pipeline, torch_private
+from comera_compile.backend import partitioner_for
 from comera_compile.decide import Found
 from comera_compile.discover import find_dense_parameters
 from comera_compile.errors import ComeraError
@@ -85,11 +86,12 @@ class _Capture:
             if any(d.shape is not None for d in decisions):  # of a use that only the graph shows
                 raise torch_private.Retrace(restart_reason="comera: weights became tensor trains")
             self.shown.traced.append(_text(graph_module))
-            pipeline.run(graph_module, self._after_pass)
+            pipeline.run(graph_module, self._after_pass, objective=self.options.objective)
         except ComeraError as error:
             raise torch_private.as_user_error(error) from error
         self.shown.rewritten.append(_text(graph_module))
-        return torch_private.compile_recording(graph_module, inputs, self._forward, self._backward)
+        cut = partitioner_for(self.options)
+        return torch_private.compile_recording(graph_module, inputs, self._forward, self._backward, cut)
 
     def _after_pass(self, name: str, graph_module: fx.GraphModule) -> None:
         if name == "lower_plans":  # then the planned nodes are gone

@@ -14,6 +14,8 @@ from comera_compile.errors import OptionError
 Init = Literal["auto", "svd", "random"]
 INITS: tuple[Init, ...] = ("auto", "svd", "random")
 Saved = Literal["auto", "all", "min"]
+Objective = Literal["time", "flops", "bytes"]
+OBJECTIVES: tuple[Objective, ...] = ("time", "flops", "bytes")
 SAVED: tuple[Saved, ...] = ("auto", "all", "min")
 # Inner compilers that leave the cut between forward and backward to this package.
 CUTTING = ("inductor", "aot_eager")
@@ -51,6 +53,8 @@ class Options:
         saved_bytes: the bytes that each compiled graph may save at most, an int: storages that are neither inputs nor
             parameters, at the batch it is compiled for. What takes the least time a byte is made again first. Needs an
             inner compiler as ``"min"`` does. CompileError where it cannot be met.
+        objective: what contractions are chosen by: predicted ``"time"`` (from this device's calibration where there
+            is one), ``"flops"``, or ``"bytes"`` moved.
 
     Raises:
         OptionError: a value is impossible.
@@ -73,6 +77,7 @@ class Options:
     keep_memory: bool = True
     saved: Saved = "auto"
     saved_bytes: int | None = None
+    objective: Objective = "time"
 
     def __post_init__(self) -> None:
         _check_rank(self.rank)
@@ -90,6 +95,7 @@ class Options:
         for name in ("include", "exclude"):
             object.__setattr__(self, name, _patterns(name, getattr(self, name)))
         _check_choice("inner", self.inner, torch_private.inner_backend_names())
+        _check_choice("objective", self.objective, OBJECTIVES)
         self._check_saved()
         for pattern, settings in self.layers.items():
             self._check_layer(pattern, settings)

@@ -12,29 +12,34 @@ from comera_compile.codegen.lower_plans import GRAPH_FUNCTIONS, lower_plans
 from comera_compile.passes.find_tt_weights import find_tt_weights
 from comera_compile.passes.plan_attention import plan_attention
 from comera_compile.passes.plan_contractions import plan_contractions
+from comera_compile.planning.cost import Objective
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule]
 Observer = Callable[[str, fx.GraphModule], None]
 
 
-def passes(*, threads: int, training: bool) -> list[tuple[str, Pass]]:
+def passes(*, threads: int, training: bool, objective: Objective = "time") -> list[tuple[str, Pass]]:
     """Every pass by name, in order, bound to its settings."""
     return [
         ("find_tt_weights", find_tt_weights),
-        ("plan_contractions", partial(plan_contractions, threads=threads, training=training)),
+        ("plan_contractions", partial(plan_contractions, threads=threads, training=training, objective=objective)),
         ("plan_attention", plan_attention),
         ("lower_plans", lower_plans),
     ]
 
 
-def run(graph_module: fx.GraphModule, observe: Observer | None = None) -> fx.GraphModule:
+def run(
+    graph_module: fx.GraphModule, observe: Observer | None = None, *, objective: Objective = "time"
+) -> fx.GraphModule:
     """Rewrite a traced graph whose weights are packed.
 
     Args:
         graph_module: Dynamo's graph; rewritten in place.
         observe: called with each pass's name and the graph after it.
+        objective: what contractions are chosen by.
     """
-    for name, rewrite in passes(threads=torch.get_num_threads(), training=torch.is_grad_enabled()):
+    training = torch.is_grad_enabled()
+    for name, rewrite in passes(threads=torch.get_num_threads(), training=training, objective=objective):
         graph_module = rewrite(graph_module)
         if observe is not None:
             observe(name, graph_module)

@@ -8,8 +8,9 @@ import torch
 from torch import fx
 
 from comera_compile import ledger, torch_private
+from comera_compile.calibrate import calibrated_model
 from comera_compile.ledger import PlannedUse
-from comera_compile.planning.cost import cpu_model, plan_cost, saved_bytes
+from comera_compile.planning.cost import plan_cost, saved_bytes
 from comera_compile.planning.linear_plan import LinearPlan
 from comera_compile.planning.uses import PLAN, USE, TTUse
 from comera_compile.tt.marker import MARKERS
@@ -78,6 +79,7 @@ def _describe(use: TTUse, plan: Any) -> PlannedUse:
     if not isinstance(plan, LinearPlan):
         return PlannedUse(plan.name, str(count), None, None)
     hint = torch_private.size_hint(count)
-    cost = plan_cost(plan, hint, cpu_model(torch.get_num_threads()))
-    itemsize = use.x.meta["example_value"].dtype.itemsize
+    dtype, device_type = use.x.meta["example_value"].dtype, use.x.meta["example_value"].device.type
+    itemsize = dtype.itemsize
+    cost = plan_cost(plan, hint, calibrated_model(device_type, torch.get_num_threads(), dtype), itemsize)
     return PlannedUse(plan.name, str(count), cost.flops, saved_bytes(plan, hint, itemsize))

@@ -231,8 +231,12 @@ def compile_recording(
     inputs: Sequence[Any],
     forward: Callable[[fx.GraphModule], None],
     backward: Callable[[fx.GraphModule], None],
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]] | None = None,
 ) -> Compiled:
-    """Run a graph through AOTAutograd as Inductor would, show both graphs, and execute them operation by operation."""
+    """Run a graph through AOTAutograd as Inductor would, show both graphs, and execute them operation by operation.
+
+    ``partition`` cuts the joint graph; None: as Inductor does.
+    """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -247,7 +251,7 @@ def compile_recording(
     lowered = aot_autograd(
         fw_compiler=recorder(forward),
         bw_compiler=recorder(backward),
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=partition or min_cut_rematerialization_partition,
     )
     # Otherwise the backward graph may only be compiled, and shown, when backward is called.
     with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):

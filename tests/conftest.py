@@ -34,6 +34,12 @@ def threads() -> None:
     torch.set_num_threads(2)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_calibration(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """An empty cache: what this machine's user calibrated or tuned would change plans that tests state."""
+    os.environ["COMERA_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """Seeds before each test; afterwards forgets what was compiled, so that no test meets another's recompile limit."""

@@ -42,7 +42,7 @@ def plan_at(rows: int, found: tuple[RowRange, ...]) -> LinearPlan:
 @pytest.fixture
 def by_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time is the number of operations, whatever figures are shipped for real devices."""
-    monkeypatch.setattr(choose, "cpu_model", lambda threads: DeviceModel(1.0, math.inf, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(choose, "shipped_model", lambda *_: DeviceModel(1.0, math.inf, 0.0, 0.0, 0.0))
     monkeypatch.setattr(choose, "CPU_BOND_MULTIPLE", 1)
     monkeypatch.setattr(choose, "plans_by_rows", plans_by_rows.__wrapped__)
 

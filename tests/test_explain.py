@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import comera_compile as comera
 from tests import tiny_models as tiny
+from tests.saving_models import Gpt, packed, words
 
 
 def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> comera.Explanation:
@@ -194,3 +195,11 @@ def test_explaining_often_does_not_use_up_compilations() -> None:
         assert len(explain(model, tiny.rows(6)).traced) == 1
     torch.compile(model, backend="comera", options=count.options)(tiny.rows(6))
     assert count.count == 1 and len(tiny.packed_names(model)) == 2
+
+
+def test_the_cut_that_is_shown_is_the_one_that_runs() -> None:
+    # With a limit the forward hands less over; what it no longer hands over is made again in the backward.
+    model, ids = packed(Gpt(blocks=1)), words()
+    free, limited = (comera.explain(model, ids, options={"saved": saved}) for saved in ("all", "min"))
+    assert limited.forward[0] != free.forward[0]
+    assert limited.backward[0].count("aten.mm.default(") > free.backward[0].count("aten.mm.default(")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from comera_compile.codegen import lookup_groups
 from comera_compile.codegen.lookup import ttm_lookup, ttm_lookup_backward
-from comera_compile.planning import lookup_plan
 from comera_compile.planning.lookup_plan import LookupPlan
 from comera_compile.tt.factorize import choose_shape
 from comera_compile.tt.packing import to_dense
@@ -27,13 +27,25 @@ SHAPES = {
     "rank 1": choose_shape(30, 12, format="ttm", rank=1, zero_row=0),
     "full ranks": choose_shape(24, 12, format="ttm", rank=10**6).with_scale(0.8),
 }
-# Whether halves are gathered or taken from a table of all: by the numbers, always the one, always the other.
-BRANCHES = {"as planned": lookup_plan.GATHER_COST, "gather": 0, "table": 10**9}
+# How the pairs of a join are grouped: by the numbers, always by prefix, always by digit; in groups of one width or of
+# many.
+BRANCHES = {
+    "as planned": (None, lookup_groups.EVEN),
+    "by prefix": (False, lookup_groups.EVEN),
+    "by digit": (True, lookup_groups.EVEN),
+    "by prefix, many widths": (False, 0),
+    "by digit, many widths": (True, 0),
+    "by digit, one width": (True, 1e9),
+    "by prefix, one width": (False, 1e9),
+}
 
 
 @pytest.fixture(params=list(BRANCHES.values()), ids=list(BRANCHES))
 def branch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup_plan, "GATHER_COST", request.param)
+    by_digit, even = request.param
+    monkeypatch.setattr(lookup_groups, "EVEN", even)
+    if by_digit is not None:
+        monkeypatch.setattr(LookupPlan, "groups_by_digit", lambda *_, **__: by_digit)
 
 
 def ids_of(shape: TTShape) -> dict[str, Tensor]:
@@ -127,64 +139,103 @@ def test_ops_keep_the_rules_of_custom_ops(name: str) -> None:
 
 
 @pytest.fixture
-def batches(monkeypatch: pytest.MonkeyPatch) -> Callable[[TTShape, Tensor], list[int]]:
-    """Number of matrices of every batched product of a lookup and its backward."""
-    seen: list[int] = []
+def products(monkeypatch: pytest.MonkeyPatch) -> Callable[[TTShape, Tensor], list[tuple[int, ...]]]:
+    """Batch, rows, terms and columns of every batched product of a lookup and its backward."""
+    seen: list[tuple[int, ...]] = []
     bmm = torch.bmm
 
-    def counted(a: Tensor, b: Tensor) -> Tensor:
-        seen.append(a.shape[0])
-        return bmm(a, b)
+    def noted(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+        seen.append((*a.shape, b.shape[2]))
+        return bmm(a, b) if out is None else bmm(a, b, out=out)
 
-    def run(shape: TTShape, ids: Tensor) -> list[int]:
+    def run(shape: TTShape, ids: Tensor) -> list[tuple[int, ...]]:
         seen.clear()
         packed = torch.randn(shape.numel, requires_grad=True)
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "bmm", counted)
+            patch.setattr(torch, "bmm", noted)
             ttm_lookup(packed, ids, shape.encode()).sum().backward()
         return list(seen)
 
     return run
 
 
-def test_duplicates_are_computed_once(batches: Callable[[TTShape, Tensor], list[int]]) -> None:
+Products = Callable[[TTShape, Tensor], list[tuple[int, ...]]]
+
+
+def work(products: list[tuple[int, ...]]) -> int:
+    return sum(math.prod(size) for size in products)
+
+
+def test_duplicates_are_computed_once(products: Products) -> None:
     shape = choose_shape(4096, 64, format="ttm", rank=8, order=4)
     ids = torch.tensor([7, 4000, 7, 7, 123, 4000])
-    once = batches(shape, ids.unique())
-    assert batches(shape, ids) == batches(shape, ids.repeat(500)) == once
-    # Three ids: one joining product of three forward and two backward; inside the halves never more than three.
-    assert max(once) == 3 and once.count(3) >= 3
+    assert products(shape, ids) == products(shape, ids.repeat(500)) == products(shape, ids.unique())
 
 
-def test_ids_that_share_half_their_digits_share_that_half(batches: Callable[[TTShape, Tensor], list[int]]) -> None:
+@pytest.mark.parametrize("by_digit", [True, False])
+def test_ids_that_share_their_first_digits_share_their_work(
+    by_digit: bool, products: Products, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LookupPlan, "groups_by_digit", lambda *_, **__: by_digit)
     shape = choose_shape(4096, 64, format="ttm", rank=8, order=4)
-    below = math.prod(shape.row_modes[LookupPlan(shape).split :])
-    one_left_half = 3 * below + torch.arange(6)
-    assert 1 in batches(shape, one_left_half) and max(batches(shape, one_left_half)) == 6
-    one_right_half = 3 + below * torch.arange(6)
-    assert 1 in batches(shape, one_right_half)
+    last = shape.row_modes[-1]
+    (r2, _, e2, r3), (_, _, e3, r4), (_, _, e4, _) = shape.core_shapes[1:]
+    e1 = shape.col_modes[0]
+    first_two, three, all_four = e1 * r2 * e2 * r3, e1 * e2 * r3 * e3 * r4, e1 * e2 * e3 * r4 * e4
+    # One prefix of three digits, `last` ids: the first joins once, the last one `last` times; forward, the same again
+    # for the backward but the last, and two gradients of each.
+    ids = 5 * last + torch.arange(last)
+    assert work(products(shape, ids)) == 4 * (first_two + three) + 3 * last * all_four
 
 
-def test_many_ids_of_a_small_half_come_from_its_table() -> None:
-    plan = LookupPlan(choose_shape(4096, 64, format="ttm", rank=8, order=4))
-    sizes = [plan.shape.row_modes[: plan.split], plan.shape.row_modes[plan.split :]]
-    for half, modes in enumerate(sizes):
-        assert plan.uses_table(math.prod(modes), half) and not plan.uses_table(1, half)
-    # A half of one core is its own table: nothing to merge, so only its slices are taken.
-    assert not LookupPlan(SHAPES["order 2"]).uses_table(3, 0)
+def test_pairs_of_one_digit_or_prefix_are_one_product(products: Products) -> None:
+    # 64 x 64 pairs, all there: as many products as there are digits, not as there are ids.
+    shape = TTShape("ttm", 64 * 64, 16, (64, 64), (4, 4), (1, 8, 1))
+    assert {size[0] for size in products(shape, torch.arange(64 * 64))} == {64}
 
 
-def test_the_cut_balances_the_halves() -> None:
-    for shape in SHAPES.values():
-        plan = LookupPlan(shape)
-        order = len(shape.row_modes)
-        assert plan.split == 1 or 1 <= plan.split < order
-        largest = [max(plan.table_sizes(k)) for k in range(1, order)]
-        assert order == 1 or max(plan.table_sizes(plan.split)) == min(largest)
-    # CoMERA's vocabulary table: two cores a half, 16*20 and 10*10 rows by 4*4 and 8*6 columns at rank 32.
-    plan = LookupPlan(TTShape("ttm", 30522, 768, (16, 20, 10, 10), (4, 4, 8, 6), (1, 32, 32, 32, 1)))
-    assert plan.split == 2 and plan.table_sizes(2) == (320 * 16 * 32, 100 * 48 * 32)
-    assert plan.flops(10) == 2 * 10 * 768 * 32
+def test_groups_are_padded_little() -> None:
+    # Whatever the sizes of the groups: every member has a slot of its own in a group of its key, and at most half as
+    # many slots again as there are members are nobody's (widths 1, 2, 3, 4, 6, 8, 12, ...).
+    for counts in ([1] * 9, [5, 0, 7, 6], [1, 1, 1, 100], [1, 2, 3, 4, 5, 9, 17, 33], [3]):
+        keys = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        keys = keys[torch.randperm(keys.numel())]
+        groups = lookup_groups.group(keys, len(counts))
+        assert torch.equal(groups.member[groups.slot], torch.arange(keys.numel()))
+        assert groups.member.numel() <= 1.5 * keys.numel()
+        key_of_slot = torch.cat(
+            [groups.keys[b.groups].repeat_interleave(b.width) for b in groups.buckets]
+        )  # groups follow each other, each as wide as its bucket says
+        assert torch.equal(key_of_slot[groups.slot], keys)
+        assert sorted(groups.keys.tolist()) == [k for k, count in enumerate(counts) if count]
+
+
+def test_products_in_either_orientation_are_the_product() -> None:
+    # a few columns, no multiple of 16, and deep ones take other ways
+    for rows, terms, columns in ((96, 30, 8), (96, 100, 30), (5, 7, 64), (64, 3, 32), (13, 2, 13)):
+        a, b = torch.randn(3, rows, terms).double(), torch.randn(3, terms, columns).double()
+        out = torch.empty(3, rows, columns).double()
+        lookup_groups.product_into(out, a, b)
+        torch.testing.assert_close(lookup_groups.product(a, b), a @ b)
+        torch.testing.assert_close(out, a @ b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_rows_of_equal_position_are_added(dtype: torch.dtype, assert_near: Near) -> None:
+    rows, position = torch.randn(50, 3).to(dtype), torch.randint(1, 6, (50,))
+    expected = torch.zeros(7, 3, dtype=torch.float64).index_add_(0, position, rows.double())
+    total = lookup_groups.sum_rows(rows, position, 7)
+    assert_near(total, expected)
+    assert total[0].abs().max() == total[6].abs().max() == 0  # nobody's position
+
+
+def test_the_grouping_follows_what_is_moved() -> None:
+    # A language model's table: values of the first prefixes are small, slices of the middle core large; behind it the
+    # other way round. A recommender's slices of few columns: many tiny products would cost more than what they save.
+    words = LookupPlan(TTShape("ttm", 30522, 768, (30, 32, 32), (12, 8, 8), (1, 30, 30, 1)))
+    assert words.groups_by_digit(1, pairs=522, prefixes=30) and not words.groups_by_digit(2, pairs=1588, prefixes=522)
+    items = LookupPlan(TTShape("ttm", 10**6, 32, (100, 100, 100), (4, 2, 4), (1, 32, 32, 1)))
+    assert items.groups_by_digit(1, pairs=950, prefixes=100) and items.groups_by_digit(2, pairs=2124, prefixes=950)
 
 
 def test_plans_survive_their_text() -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from comera_compile.calibrate import calibrated_model
 from comera_compile.passes import plan_contractions as the_pass
 from comera_compile.planning.choose import RowRange, plans_by_rows
 from comera_compile.planning.linear_plan import candidates
@@ -120,10 +121,11 @@ def test_settings_reach_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = torch.get_num_threads()
     model = linear(WIDTH, WIDTH)
     shape = shape_of(model).with_scale(1.0)  # layers that differ in scale share a plan
+    common, last = (shape, "cols", "cpu", threads, 8), (calibrated_model("cpu", threads, torch.float64), "time")
     runs: list[tuple[Callable[[], object], tuple[object, ...]]] = [
-        (lambda: Capture().compile(model)(x(3, WIDTH)), (shape, "cols", "cpu", threads, 8, True)),
-        (lambda: no_grad(model), (shape, "cols", "cpu", threads, 8, False)),
-        (lambda: frozen(model), (shape, "cols", "cpu", threads, 8, False)),
+        (lambda: Capture().compile(model)(x(3, WIDTH)), (*common, True, *last)),
+        (lambda: no_grad(model), (*common, False, *last)),
+        (lambda: frozen(model), (*common, False, *last)),
     ]
     for run, expected in runs:
         torch._dynamo.reset()

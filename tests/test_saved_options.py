@@ -9,7 +9,7 @@ import pytest
 
 import comera_compile as comera
 from comera_compile import torch_partition
-from comera_compile.backend import _partitioner
+from comera_compile.backend import partitioner_for
 from comera_compile.options import Options
 
 
@@ -36,7 +36,7 @@ def test_impossible_options_are_refused_at_once(options: dict[str, Any], message
 def test_the_disk_cache_tells_choices_apart() -> None:
     # Inductor puts uuid() and the pickled configuration into its key: equal for equal options, else different.
     options: list[dict[str, Any]] = [{}, {"saved": "min"}, {"saved_bytes": 5}, {"saved_bytes": 6}]
-    first, second = ([_partitioner(Options(**o)) for o in options] for _ in range(2))
+    first, second = ([partitioner_for(Options(**o)) for o in options] for _ in range(2))
     keys = [[(p.uuid(), pickle.dumps(p)) for p in made if p is not None] for made in (first, second)]
     assert len(set(keys[0])) == 4 and keys[0] == keys[1]
 
@@ -46,15 +46,15 @@ def test_the_disk_cache_tells_choices_apart() -> None:
 )
 def test_others_decide(options: dict[str, Any]) -> None:
     # Inductor as it is; an inner compiler that cuts nothing; a partitioner of the user's.
-    assert _partitioner(Options(**options)) is None
+    assert partitioner_for(Options(**options)) is None
 
 
 def test_a_torch_without_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import custom_graph_pass
 
     monkeypatch.delattr(custom_graph_pass, "CustomPartitionerFn")
-    partitioner = _partitioner(Options(saved="min"))
+    partitioner = partitioner_for(Options(saved="min"))
     assert partitioner is not None
     with pytest.raises(comera.VersionError, match="leave out saved='min' and saved_bytes"):
         torch_partition.partitioner_patch(partitioner)
-    assert _partitioner(Options()) is None  # the default is what Inductor does then
+    assert partitioner_for(Options()) is None  # the default is what Inductor does then

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from comera_compile.codegen.lookup_half import Half, gathered_half, half_gradients, sum_rows, table_half
+from comera_compile.codegen.lookup_groups import sum_rows
+from comera_compile.codegen.lookup_join import Join, gradients, joins, values
 from comera_compile.planning.lookup_plan import LookupPlan
-from comera_compile.tt.packing import cores_of
+from comera_compile.tt.packing import unpack
 from comera_compile.tt.shape import TTShape
 
 
@@ -25,10 +26,12 @@ def ttm_lookup(packed: torch.Tensor, ids: torch.Tensor, layout: str) -> torch.Te
     plan = LookupPlan.decode(layout)
     if ids.numel() == 0:
         return packed.new_empty([*ids.shape, plan.shape.cols])
-    unique, inverse = torch.unique(ids.reshape(-1), return_inverse=True)
+    unique, inverse = torch.unique(ids.reshape(-1).long(), return_inverse=True)
     _check_ids(unique, plan.shape)
-    rows = _unique_rows(packed, unique, plan)
-    return rows.index_select(0, inverse).reshape([*ids.shape, plan.shape.cols])
+    steps = joins(unique, plan)
+    rows = _chain(_rows_first(packed, plan.shape), steps)[-1]
+    rows = _zeroed(rows.reshape(rows.shape[0], -1)[:, : plan.shape.cols].contiguous(), unique, steps, plan.shape)
+    return rows.index_select(0, _slots(unique, steps).index_select(0, inverse)).reshape([*ids.shape, plan.shape.cols])
 
 
 @ttm_lookup.register_fake
@@ -45,9 +48,13 @@ def ttm_lookup_backward(packed: torch.Tensor, ids: torch.Tensor, grad: torch.Ten
     plan = LookupPlan.decode(layout)
     if ids.numel() == 0:
         return torch.zeros_like(packed)
-    unique, inverse = torch.unique(ids.reshape(-1), return_inverse=True)
-    summed = sum_rows(grad.reshape(-1, plan.shape.cols), inverse, unique.numel())
-    return _unique_gradient(packed, unique, summed.to(packed.dtype), plan)
+    unique, inverse = torch.unique(ids.reshape(-1).long(), return_inverse=True)
+    steps = joins(unique, plan)
+    count = steps[-1].groups.member.numel() if steps else plan.shape.row_modes[0]
+    grad = grad.reshape(-1, plan.shape.cols).contiguous()
+    summed = sum_rows(grad, _slots(unique, steps).index_select(0, inverse), count).to(packed.dtype)
+    summed = F.pad(_zeroed(summed, unique, steps, plan.shape), [0, math.prod(plan.shape.col_modes) - plan.shape.cols])
+    return _core_gradients(packed, steps, summed, plan.shape)
 
 
 @ttm_lookup_backward.register_fake
@@ -78,59 +85,57 @@ def _check_ids(unique: torch.Tensor, shape: TTShape) -> None:
         raise IndexError(f"index out of range in embedding: expected 0 to {shape.rows - 1}, got {wrong}")
 
 
-def _unique_rows(packed: torch.Tensor, ids: torch.Tensor, plan: LookupPlan) -> torch.Tensor:
-    """``[len(ids), cols]`` for ids without duplicates."""
-    left, right = _halves(packed, ids, plan)
-    rows = torch.bmm(_at(left, 0), _at(right, 1)) if right is not None else _at(left, 0)
-    rows = rows.reshape(ids.numel(), math.prod(plan.shape.col_modes))[:, : plan.shape.cols]
-    return _masked(rows, ids, plan.shape)
+def _slots(unique: Tensor, steps: list[Join]) -> Tensor:
+    """Where the row of each distinct id lies."""
+    return steps[-1].groups.slot if steps else unique
 
 
-def _unique_gradient(packed: torch.Tensor, ids: torch.Tensor, grad: torch.Tensor, plan: LookupPlan) -> torch.Tensor:
-    """Gradient of the packed vector from ``grad``: ``[len(ids), cols]``."""
-    shape = plan.shape
-    cores = cores_of(packed, shape)
-    left, right = _halves(packed, ids, plan)
-    grad = F.pad(_masked(grad, ids, shape), [0, math.prod(shape.col_modes) - shape.cols])
-    if right is None:
-        grads = half_gradients(left, cores, _added(grad, left))
-    else:
-        a, b = _at(left, 0), _at(right, 1)
-        grad = grad.reshape(ids.numel(), a.shape[1], b.shape[2])
-        first = half_gradients(left, cores[: plan.split], _added(torch.bmm(grad, b.transpose(1, 2)), left))
-        second = half_gradients(right, cores[plan.split :], _added(torch.bmm(a.transpose(1, 2), grad), right))
-        grads = first + second
-    # core = scale * stored, so the stored core's gradient is scale times the core's.
-    return torch.cat([g.reshape(-1) for g in grads]) * shape.scale
-
-
-def _halves(packed: torch.Tensor, ids: torch.Tensor, plan: LookupPlan) -> tuple[Half, Half | None]:
-    cores = cores_of(packed, plan.shape)
-    below = math.prod(plan.shape.row_modes[plan.split :])
-    left = _half(cores[: plan.split], ids // below, plan, 0)
-    return left, _half(cores[plan.split :], ids % below, plan, 1) if plan.split < len(cores) else None
-
-
-def _half(cores: Sequence[torch.Tensor], indices: torch.Tensor, plan: LookupPlan, half: int) -> Half:
-    needed = torch.unique(indices).numel()
-    return table_half(cores, indices) if plan.uses_table(needed, half) else gathered_half(cores, indices)
-
-
-def _at(half: Half, side: int) -> torch.Tensor:
-    """The half at each id: ``[ids, columns, rank]`` (side 0) or ``[ids, rank, columns]`` (side 1)."""
-    n, left, columns, right = half.values.shape
-    flat = half.values.reshape(n, left * columns * right).index_select(0, half.position)
-    return flat.reshape(-1, left * columns, right) if side == 0 else flat.reshape(-1, left, columns * right)
-
-
-def _added(grad: torch.Tensor, half: Half) -> torch.Tensor:
-    """Adjoint of ``_at``: gradients of ids that share a value of the half are added."""
-    n = half.values.shape[0]
-    return sum_rows(grad.reshape(half.position.numel(), -1), half.position, n).reshape(half.values.shape)
-
-
-def _masked(rows: torch.Tensor, ids: torch.Tensor, shape: TTShape) -> torch.Tensor:
-    """The padding row is zero and passes no gradient."""
+def _zeroed(rows: Tensor, unique: Tensor, steps: list[Join], shape: TTShape) -> Tensor:
+    """The padding row is zero and passes no gradient; in place."""
     if shape.zero_row < 0:
         return rows
-    return torch.where((ids != shape.zero_row).unsqueeze(1), rows, rows.new_zeros(()))
+    return rows.index_fill_(0, _slots(unique, steps)[unique == shape.zero_row], 0)
+
+
+def _rows_first(packed: Tensor, shape: TTShape) -> list[Tensor]:
+    """The scaled cores, ``(v, r, e * r')`` each, never views: the slice of a row is one contiguous block."""
+    cores = []
+    for stored in unpack(packed, shape):
+        r, v, e, following = stored.shape
+        core = packed.new_empty(v, r, e, following)
+        cores.append(torch.mul(stored.transpose(0, 1), shape.scale, out=core).view(v, r, e * following))
+    return cores
+
+
+def _chain(cores: list[Tensor], steps: list[Join]) -> list[Tensor]:
+    """Values of the distinct prefixes of one digit, of two, ..., ``[n, columns, rank]`` each."""
+    made = [cores[0].view(cores[0].shape[0], -1, _rank(cores, 0))]
+    for k, step in enumerate(steps, 1):
+        made.append(values(step, made[-1], cores[k]).view(step.groups.member.numel(), -1, _rank(cores, k)))
+    return made
+
+
+def _rank(cores: list[Tensor], k: int) -> int:
+    """Rank between core k and the next one."""
+    return cores[k + 1].shape[1] if k + 1 < len(cores) else 1
+
+
+def _core_gradients(packed: Tensor, steps: list[Join], grad: Tensor, shape: TTShape) -> Tensor:
+    """Gradient of the packed vector from that of the rows in their slots."""
+    cores = _rows_first(packed, shape)
+    before = _chain(cores, steps[:-1])
+    total = torch.empty_like(packed)
+    for k in range(len(steps), 0, -1):
+        core = cores[k]
+        wide = grad.view(grad.shape[0], before[k - 1].shape[1], core.shape[2])
+        grad, core_grad = gradients(steps[k - 1], before[k - 1], core, wide)
+        _store(total, k, core_grad, shape)
+    _store(total, 0, grad, shape)
+    return total
+
+
+def _store(total: Tensor, k: int, core_grad: Tensor, shape: TTShape) -> None:
+    """Write a core's gradient to its place: core = scale * stored, so the stored core's is scale times it."""
+    r, v, e, following = shape.core_shapes[k]
+    place = unpack(total, shape)[k]
+    torch.mul(core_grad.reshape(v, r, e, following).transpose(0, 1), shape.scale, out=place)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
-from comera_compile.planning.cost import CUDA_MODEL, Cost, cost_by_rows, cpu_model
+from comera_compile.planning.cost import Cost, Objective, cost_by_rows
+from comera_compile.planning.device_model import DeviceModel, shipped_model
 from comera_compile.planning.linear_plan import LinearPlan, Side, candidates
 from comera_compile.tt.shape import TTShape
 
@@ -25,25 +26,33 @@ class RowRange:
 
 @lru_cache(maxsize=1024)
 def plans_by_rows(
-    shape: TTShape, contracts: Side, device_type: str, threads: int, itemsize: int, training: bool
+    shape: TTShape,
+    contracts: Side,
+    device_type: str,
+    threads: int,
+    itemsize: int,
+    training: bool,
+    device: DeviceModel | None = None,
+    objective: Objective = "time",
 ) -> tuple[RowRange, ...]:
     """Ranges of rows, ascending, each with its cheapest plan.
 
     torch stops compiling after eight variants of a function, so there are at most three ranges. ``shape.scale`` plays
-    no part; callers pass it as 1.0 so that layers share an entry.
+    no part; callers pass it as 1.0 so that layers share an entry. ``device``: a calibration, or None for the shipped
+    figures; ``objective``: what is cheapest.
     """
-    device = CUDA_MODEL if device_type == "cuda" else cpu_model(threads)
+    device = device or shipped_model(device_type, threads)
     multiple = CPU_BOND_MULTIPLE if device_type == "cpu" else 1
     plans = candidates(shape, contracts, multiple)
     costs = {plan: cost_by_rows(plan, device, itemsize, training=training) for plan in plans}
 
     @cache
     def best(rows: int) -> LinearPlan:
-        return min(plans, key=lambda plan: costs[plan](rows).seconds)
+        return min(plans, key=lambda plan: costs[plan](rows).by(objective))
 
     ranges = _ranges(best)
     while len(ranges) > _MAX_RANGES:
-        ranges = _without_cheapest_loss(ranges, costs)
+        ranges = _without_cheapest_loss(ranges, costs, objective)
     return tuple(ranges)
 
 
@@ -69,13 +78,15 @@ def _crossover(best: Callable[[int], LinearPlan], low: int, high: int, plan: Lin
     return low
 
 
-def _without_cheapest_loss(ranges: list[RowRange], costs: Mapping[LinearPlan, Callable[[int], Cost]]) -> list[RowRange]:
+def _without_cheapest_loss(
+    ranges: list[RowRange], costs: Mapping[LinearPlan, Callable[[int], Cost]], objective: Objective
+) -> list[RowRange]:
     """Merge the two neighbouring ranges whose merging costs least, judged at the upper end of the lower one."""
 
     def loss(k: int) -> float:
         rows = ranges[k].up_to or _LARGEST_ROWS
         kept, dropped = costs[ranges[k + 1].plan](rows), costs[ranges[k].plan](rows)
-        return kept.seconds / dropped.seconds
+        return kept.by(objective) / dropped.by(objective)
 
     k = min(range(len(ranges) - 1), key=loss)
     fewer = ranges[:k] + ranges[k + 1 :]

@@ -1,36 +1,38 @@
-"""What a step costs: FLOPs, bytes, and a predicted time from a few device figures.
+"""What a step costs: FLOPs, bytes, and the time that a device model predicts for its product and its copies.
 
-Time of a step = max(launch floor, FLOPs / rate(m, n, k), bytes / bandwidth) + copies / bandwidth. Copies are what
-opt_einsum's model leaves out and what makes core-by-core orders slow on many rows.
+Copies are what opt_einsum's model leaves out and what makes core-by-core orders slow on many rows. Counted is what
+``codegen/contract.py`` runs: one mm, or bmm where there are batch axes, of operands that may lie transposed, and a copy
+for each tensor that the product needs, or leaves, in another order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from comera_compile.errors import OptionError
+from comera_compile.planning.device_model import CUDA_MODEL, DeviceModel, cpu_model
 from comera_compile.planning.linear_plan import LinearPlan
+from comera_compile.planning.program import Program
 from comera_compile.planning.step import Axes, Sizes, Step
 
+__all__ = [
+    "CUDA_MODEL",
+    "OBJECTIVES",
+    "Cost",
+    "DeviceModel",
+    "Objective",
+    "cost_by_rows",
+    "cpu_model",
+    "plan_cost",
+    "saved_bytes",
+    "step_cost",
+    "steps_cost",
+]
 
-@dataclass(frozen=True)
-class DeviceModel:
-    """Figures of one device that turn a step into seconds.
-
-    Args:
-        flops_per_second: peak rate of a large matrix product.
-        bytes_per_second: memory bandwidth of streaming reads and writes.
-        launch_seconds: floor of one operation (dispatch on a CPU, kernel launch on a GPU).
-        batch_seconds: extra time of each matrix of a batched product.
-        half_rate_size: a product whose smallest dimension has this size runs at half the peak.
-    """
-
-    flops_per_second: float
-    bytes_per_second: float
-    launch_seconds: float
-    batch_seconds: float
-    half_rate_size: float
+Objective = Literal["time", "flops", "bytes"]
+OBJECTIVES: tuple[Objective, ...] = ("time", "flops", "bytes")
 
 
 @dataclass(frozen=True)
@@ -45,16 +47,15 @@ class Cost:
         """Costs of two lists of steps done one after the other."""
         return Cost(self.flops + other.flops, self.bytes + other.bytes, self.seconds + other.seconds)
 
+    def by(self, objective: Objective) -> float:
+        """What a search minimizes.
 
-# Shipped defaults, measured on server processors: one x86-64 core with AVX2 reaches 70-85 GFLOP/s in MKL and two cores
-# stream 15-30 GB/s; the GPU row is an H100-class part in fp32 with tf32 off. They only have to order plans rightly.
-_CPU_CORE_FLOPS = 7e10
-CUDA_MODEL = DeviceModel(4e13, 2.5e12, 5e-6, 5e-9, 24.0)
-
-
-def cpu_model(threads: int) -> DeviceModel:
-    """Default figures for a CPU with that many threads."""
-    return DeviceModel(_CPU_CORE_FLOPS * threads, 2.5e10, 4e-6, 3e-7, 12.0)
+        Raises:
+            OptionError: there is no such objective.
+        """
+        if objective not in OBJECTIVES:
+            raise OptionError(f"objective must be one of {', '.join(map(repr, OBJECTIVES))}, got {objective!r}")
+        return {"time": self.seconds, "flops": self.flops, "bytes": self.bytes}[objective]
 
 
 def step_cost(step: Step, sizes: Sizes, device: DeviceModel, itemsize: int) -> Cost:
@@ -67,78 +68,94 @@ def steps_cost(steps: Iterable[Step], sizes: Sizes, device: DeviceModel, itemsiz
     return _cost([_count(step, sizes) for step in steps], sizes.get("t", 1), device, itemsize)
 
 
-def plan_cost(plan: LinearPlan, rows: int, device: DeviceModel, itemsize: int = 4, *, training: bool = True) -> Cost:
-    """Cost of a linear plan at ``rows`` rows: forward, and with ``training`` also every gradient."""
-    return cost_by_rows(plan, device, itemsize, training=training)(rows)
+def plan_cost(
+    plan: LinearPlan, rows: int, device: DeviceModel, itemsize: int = 4, *, training: bool = True, layers: int = 1
+) -> Cost:
+    """Cost of a linear plan at ``rows`` rows: forward, and with ``training`` also every gradient.
+
+    ``layers`` of equal shape have their cores merged together; each is charged its share.
+    """
+    return cost_by_rows(plan, device, itemsize, training=training, layers=layers)(rows)
 
 
-def cost_by_rows(plan: LinearPlan, device: DeviceModel, itemsize: int, *, training: bool) -> Callable[[int], Cost]:
+def cost_by_rows(
+    plan: LinearPlan, device: DeviceModel, itemsize: int, *, training: bool, layers: int = 1
+) -> Callable[[int], Cost]:
     """The cost of a plan as a function of the rows: everything else is counted here, once."""
-    merge, apply = (
-        program.steps + (program.backward(program.input_names) if training else ())
-        for program in (plan.merge, plan.apply)
-    )
-    once = steps_cost(merge, plan.core_sizes, device, itemsize)
-    works = [_count(step, plan.operand_sizes) for step in apply]
+    merge = _all_steps(plan.merge if layers == 1 else plan.merge.with_layer_axis(), training)
+    together = steps_cost(merge, {**plan.core_sizes, "l": layers}, device, itemsize)
+    once = Cost(together.flops // layers, together.bytes // layers, together.seconds / layers)
+    works = [_count(step, plan.operand_sizes) for step in _all_steps(plan.apply, training)]
     return lambda rows: once + _cost(works, rows, device, itemsize)
 
 
-class _Count(NamedTuple):
-    """A number of operations or elements: a fixed part and a part for each of the rows."""
+def _all_steps(program: Program, training: bool) -> tuple[Step, ...]:
+    return program.steps + (program.backward(program.input_names) if training else ())
 
-    fixed: int
-    per_row: int
+
+class _Size(NamedTuple):
+    """A product of axis sizes; where the rows are among them (axis ``t``), what each row adds."""
+
+    number: int
+    by_rows: bool
+
+    def at(self, rows: int) -> int:
+        return self.number * rows if self.by_rows else self.number
 
 
 class _Work(NamedTuple):
-    """What a step does; ``narrow`` is the smallest dimension of its product, ``tall`` what each row adds to another."""
+    """What a step does: a product of (batch, m, n, k), and copies of tensors of so many elements, with their kind."""
 
-    flops: _Count
-    moved: _Count
-    copied: _Count
-    batch: _Count
-    narrow: int
-    tall: int | None
+    product: tuple[_Size, _Size, _Size, _Size]
+    transposed: tuple[bool, bool]
+    tensors: tuple[_Size, ...]
+    copies: tuple[tuple[_Size, int], ...]
 
 
 def _count(step: Step, sizes: Sizes) -> _Work:
-    batch, *dims = step.groups
-    multiplied = (*step.left.axes, *(a for a in step.right.axes if a not in step.left.axes))
-    tall = [_count_axes([axes], sizes).per_row for axes in dims if "t" in axes]
+    first, second = (step.right, step.left) if step.swapped else (step.left, step.right)
+    forms = step.form(first, rows_first=True), step.form(second, rows_first=False)
+    batch, m, n, k = (_size(axes, sizes) for axes in step.groups)
     return _Work(
-        flops=_count_axes([multiplied], sizes, times=2),  # a multiplication and an addition
-        moved=_count_axes([step.left.axes, step.right.axes, step.out.axes], sizes),
-        copied=_count_axes([t.axes for t in step.copied], sizes, times=2),  # read and written
-        batch=_count_axes([batch], sizes),
-        narrow=min(_count_axes([axes], sizes).fixed for axes in dims if "t" not in axes),
-        tall=tall[0] if tall else None,
+        product=(batch, m, n, k),
+        transposed=(forms[0].transposed, forms[1].transposed),
+        tensors=tuple(_size(t.axes, sizes) for t in (step.left, step.right, step.out)),
+        copies=tuple((_size(before, sizes), _kind(before, after)) for before, after in _copied(step)),
     )
 
 
-def _count_axes(groups: Iterable[Axes], sizes: Sizes, times: int = 1) -> _Count:
-    """Sum over the groups of the products of their sizes, the rows (axis ``t``) set apart."""
-    fixed = per_row = 0
-    for axes in groups:
-        size = times
-        for axis in axes:
-            size *= 1 if axis == "t" else sizes[axis]
-        fixed, per_row = (fixed, per_row + size) if "t" in axes else (fixed + size, per_row)
-    return _Count(fixed, per_row)
+def _copied(step: Step) -> list[tuple[Axes, Axes]]:
+    """Axes before and after each copy."""
+    first, second = (step.right, step.left) if step.swapped else (step.left, step.right)
+    forms = (first, step.form(first, rows_first=True)), (second, step.form(second, rows_first=False))
+    orders = [(operand.axes, form.order) for operand, form in forms if form.copies]
+    return orders if step.product_axes == step.out.axes else [*orders, (step.product_axes, step.out.axes)]
+
+
+def _kind(before: Axes, after: Axes) -> int:
+    """Position of a copy in ``COPY_KINDS``."""
+    if before[-1] == after[-1]:
+        return 0
+    return 2 if "t" in (before[-1], after[-1]) else 1
+
+
+def _size(axes: Axes, sizes: Sizes) -> _Size:
+    number = 1
+    for axis in axes:
+        number *= 1 if axis == "t" else sizes[axis]
+    return _Size(number, "t" in axes)
 
 
 def _cost(works: Iterable[_Work], rows: int, device: DeviceModel, itemsize: int) -> Cost:
     flops, moved, seconds = 0, 0, 0.0
     for work in works:
-        step_flops = work.flops.fixed + work.flops.per_row * rows
-        streamed = itemsize * (work.moved.fixed + work.moved.per_row * rows)
-        copied = itemsize * (work.copied.fixed + work.copied.per_row * rows)
-        batch = work.batch.fixed + work.batch.per_row * rows
-        # No row at all is as narrow as one: there is nothing to divide then.
-        narrow = work.narrow if work.tall is None else min(work.narrow, work.tall * max(rows, 1))
-        rate = device.flops_per_second * narrow / (narrow + device.half_rate_size)
-        busy = max(device.launch_seconds, step_flops / rate, streamed / device.bytes_per_second)
-        extra = copied / device.bytes_per_second + (batch * device.batch_seconds if batch > 1 else 0.0)
-        flops, moved, seconds = flops + step_flops, moved + streamed + copied, seconds + (busy + extra)
+        batch, m, n, k = (size.at(rows) for size in work.product)
+        copies = [(itemsize * size.at(rows), kind) for size, kind in work.copies]
+        flops += 2 * batch * m * n * k  # a multiplication and an addition
+        moved += itemsize * sum(size.at(rows) for size in work.tensors) + 2 * sum(n for n, _ in copies)  # read, written
+        seconds += device.product_seconds(batch, m, n, k, itemsize, *work.transposed)
+        for nbytes, kind in copies:
+            seconds += device.copy_seconds(nbytes, kind)
     return Cost(flops, moved, seconds)
 
 

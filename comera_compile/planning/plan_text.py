@@ -21,7 +21,7 @@ def describe_plan(node: fx.Node) -> str:
         return f"attention {tuple(node.meta['example_value'].shape)}\n  {plan.name}"
     shape = node.meta[USE].x.meta["example_value"].shape
     if isinstance(plan, LookupPlan):
-        return f"lookup [{math.prod(shape)} ids] {plan.encode()}\n  {plan.name}; cores split after {plan.split}"
+        return f"lookup [{math.prod(shape)} ids] {plan.encode()}\n  {plan.name}"
     rows = math.prod(shape[:-1])
     hint = rows if isinstance(rows, int) else int(rows.node.hint or 1)
     sizes = {**plan.core_sizes, "t": hint}
