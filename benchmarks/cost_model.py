@@ -1,38 +1,34 @@
 """How well the cost model ranks plans: predicted against measured time, beside FLOPs alone and bytes alone.
 
 ``python -m benchmarks.cost_model`` runs every candidate plan of a set of layers, ranks and numbers of rows: forward,
-backward and all gradients, as the mm, bmm and copies that a compiled graph holds (``replay.py``). Plans of a case take
-turns in one process. The model is the stored calibration of this device, made first with ``--calibrate``, or the
-shipped figures; ``conditions.model`` says which.
+backward and all gradients, as the mm, bmm and copies that a compiled graph holds (``plan_timing``). Plans of a case
+take turns in one process. The model is the stored calibration of this device, made first with
+``--calibrate``, or the shipped figures; ``conditions.model`` says which.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from benchmarks import output, paired, process
-from benchmarks.replay import replay
+from benchmarks import output, process
 from comera_compile.calibrate import calibrate, calibrated_model
-from comera_compile.codegen.run_plan import apply_operands, merge_cores
+from comera_compile.plan_timing import time_plans
 from comera_compile.planning.cost import OBJECTIVES, Cost, plan_cost
 from comera_compile.planning.device_model import DeviceModel, shipped_model
 from comera_compile.planning.linear_plan import LinearPlan, candidates
 from comera_compile.tt.factorize import choose_shape
 from comera_compile.tt.shape import TTShape
+from comera_compile.tuned_plans import Layer
 
 MODULE = "benchmarks.cost_model"
 BOND_MULTIPLE = 16
-SAME = (torch.ops.comera.stack_packed.default, torch.ops.comera.join_cores.default)
 NEAR = 1.1  # a plan within 10 % of the best is a good choice
 
 
@@ -107,44 +103,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def traced(plan: LinearPlan, packed: torch.Tensor, x: torch.Tensor, grad: torch.Tensor) -> fx.GraphModule:
-    """Forward and all gradients of a plan as one graph of aten calls.
-
-    Args:
-        plan: what to run.
-        packed: ``[numel]`` cores. x: ``[rows, in]``. grad: ``[rows, out]``, gradient of y.
-
-    Returns:
-        Graph from the three to the gradients of ``packed`` and ``x``.
-    """
-
-    def step(packed: torch.Tensor, x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        operands = merge_cores(plan.encode(), (1.0,), packed)
-        y = apply_operands(plan.encode(), x, None, *(operand.squeeze(0) for operand in operands))
-        return torch.autograd.grad(y, (packed, x), grad)
-
-    return make_fx(step)(packed.detach().requires_grad_(), x.detach().requires_grad_(), grad)
-
-
 def measure(case: Case, device: DeviceModel, *, rounds: int, seconds: float) -> Measured:
-    """Time every candidate plan of a case, all in alternation.
-
-    Stacking and joining of the packed cores are left out: they are the same for every plan of a layer.
-    """
+    """Time every candidate plan of a case, all in alternation."""
+    layer = Layer(case.shape, "cols", "cpu", torch.get_num_threads(), torch.float32, training=True)
     plans = candidates(case.shape, "cols", BOND_MULTIPLE)
-    generator = torch.Generator().manual_seed(0)
-    packed = torch.randn(case.shape.numel, generator=generator) * 0.1
-    x, grad = (torch.randn(case.rows, width, generator=generator) for width in (case.inner, case.out))
-    runs = {plan.name: replay(traced(plan, packed, x, grad), (packed, x, grad), SAME) for plan in plans}
-    steps = {name: partial(_drop, run) for name, run in runs.items()}
-    with torch.no_grad():
-        timing = paired.measure(steps, rounds=rounds, seconds=seconds)
+    timing = time_plans(layer, case.rows, plans, rounds=rounds, seconds=seconds)
     costs = [plan_cost(plan, case.rows, device) for plan in plans]
-    return Measured(case, plans, costs, [timing.median(plan.name) for plan in plans])
-
-
-def _drop(run: Callable[[], object]) -> None:
-    run()
+    return Measured(case, plans, costs, [timing.median(plan.encode()) for plan in plans])
 
 
 def figures(measured: Sequence[Measured], objective: str) -> Figures:

@@ -1,5 +1,6 @@
 """Train ordinary PyTorch models in tensor-train form: ``torch.compile(model, backend="comera")``."""
 
+from comera_compile.autotune import Tuning, autotune
 from comera_compile.backend import Backend
 from comera_compile.errors import (
     ComeraError,
@@ -28,9 +29,11 @@ __all__ = [
     "PlacementError",
     "Report",
     "ShapeError",
+    "Tuning",
     "VersionError",
     "WeightError",
     "__version__",
+    "autotune",
     "dense_state_dict",
     "densify",
     "explain",

@@ -11,13 +11,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx
 
-from comera_compile import pipeline, torch_partition, torch_private
+from comera_compile import ledger, pipeline, torch_partition, torch_private
 from comera_compile.errors import ComeraError, CompileError, OptionError
 from comera_compile.first_call import convert_called
 from comera_compile.memory_policy import keep_freed_memory
 from comera_compile.options import Options
+from comera_compile.passes.count_saved import count_saved
 from comera_compile.passes.tag_saved_tensors import tag_saved_tensors
 from comera_compile.plan_record import record_plans
 from comera_compile.version import code_fingerprint
@@ -91,11 +93,11 @@ def compile_graph(
         if name == "plan_contractions":
             unplanned.extend(record_plans(graph))
 
-    pipeline.run(graph_module, observe, objective=options.objective)
-    _fall_back(unplanned, options.strict)
     if options.keep_memory:
         keep_freed_memory()
-    partitioner = partitioner_for(options)
+    pipeline.run(graph_module, observe, objective=options.objective, tune=options.tune)
+    _fall_back(unplanned, options.strict)
+    partitioner = partitioner_for(options, _recorder(graph_module))
     if partitioner is not None and options.inner == "aot_eager":
         return torch_partition.compile_eagerly(graph_module, example_inputs, partitioner)
     return torch_private.compile_inner(options.inner, graph_module, example_inputs, _patches(options, partitioner))
@@ -114,14 +116,31 @@ def _fall_back(unplanned: Sequence[str], strict: bool) -> None:
         _log.warning("comera: %s", text)
 
 
-def partitioner_for(options: Options) -> torch_partition.Partitioner | None:
-    """What cuts the joint graph, where the options say what is saved; None: as the inner compiler does."""
+def _recorder(graph_module: fx.GraphModule) -> torch_partition.Observer:
+    """Writes down what the graph saves once it is cut, for the report of the weights that it uses."""
+    record = ledger.GraphRecord()
+    values = map(torch_private.placeholder_value, graph_module.graph.find_nodes(op="placeholder"))
+    ledger.record_graph((v for v in values if isinstance(v, torch.Tensor)), record)
+
+    def observe(forward: fx.GraphModule, outputs: int) -> None:
+        record.saved = count_saved(forward, outputs)
+
+    return observe
+
+
+def partitioner_for(
+    options: Options, observe: torch_partition.Observer | None = None
+) -> torch_partition.Partitioner | None:
+    """What cuts the joint graph, where the options say what is saved; None: as the inner compiler does.
+
+    ``observe`` is shown each forward graph that was cut.
+    """
     asked = options.saved == "min" or options.saved_bytes is not None
     if not options.cuts or not (asked or options.inner == "aot_eager" or torch_partition.can_partition()):
         return None
     tag = partial(tag_saved_tensors, saved="min" if options.saved == "min" else "auto", limit=options.saved_bytes)
     key = f"{code_fingerprint()} saved={options.saved} saved_bytes={options.saved_bytes}"
-    return torch_partition.Partitioner(key, tag)
+    return torch_partition.Partitioner(key, tag, observe)
 
 
 def _patches(options: Options, partitioner: torch_partition.Partitioner | None) -> dict[str, Any]:

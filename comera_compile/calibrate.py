@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import platform
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -61,7 +61,8 @@ def calibrate(
         OptionError: an argument is impossible, or there is no such device.
         CalibrationError: the times of equal products differ too much: other programs run on this machine.
     """
-    _check(device, threads, dtype, seconds)
+    check_device(device, threads, dtype)
+    _check_seconds(seconds)
     threads = threads or torch.get_num_threads()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -97,14 +98,24 @@ def calibrated_model(device_type: str, threads: int, dtype: torch.dtype) -> Devi
 
 def calibration_key(device_type: str, threads: int, dtype: torch.dtype) -> str:
     """What a calibration holds for, as the key of its entry."""
+    return f"v{VERSION} | {device_text(device_type, threads, dtype)}"
+
+
+def device_text(device_type: str, threads: int, dtype: torch.dtype) -> str:
+    """What a measurement depends on, in words: device, threads of a CPU, torch version and dtype."""
     on = f"{device_name(device_type)}, {threads} threads" if device_type == "cpu" else device_name(device_type)
-    return f"v{VERSION} | {device_type} {on} | torch {torch.__version__} | {str(dtype).removeprefix('torch.')}"
+    return f"{device_type} {on} | torch {torch.__version__} | {str(dtype).removeprefix('torch.')}"
 
 
 def device_name(device_type: str) -> str:
     """Name of the processor and its vector instructions, or of the GPU."""
     if device_type == "cuda":
         return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return _processor()
+
+
+@cache
+def _processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -112,7 +123,12 @@ def device_name(device_type: str) -> str:
     return f"{name} {torch.backends.cpu.get_cpu_capability()}"
 
 
-def _check(device: str, threads: int | None, dtype: torch.dtype, seconds: float) -> None:
+def check_device(device: str, threads: int | None, dtype: torch.dtype) -> None:
+    """Refuse a device that is not there, and threads and dtypes that it cannot be measured with.
+
+    Raises:
+        OptionError: says which.
+    """
     if device not in ("cpu", "cuda"):
         raise OptionError(f"device must be 'cpu' or 'cuda', got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
@@ -123,6 +139,9 @@ def _check(device: str, threads: int | None, dtype: torch.dtype, seconds: float)
         raise OptionError(f"threads must be at most the {os.cpu_count()} processors of this machine, got {threads}")
     if dtype not in DTYPES.values():
         raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+
+
+def _check_seconds(seconds: float) -> None:
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 1 <= seconds <= 30:
         raise OptionError(f"seconds must be a number from 1 to 30, got {seconds!r}")
 

@@ -1,4 +1,4 @@
-"""The command ``comera``: measure this device, and look at what is kept on disk."""
+"""The command ``comera``: measure this device and its plans, and look at what is kept on disk."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from comera_compile import user_cache
+from comera_compile.autotune import tune_sizes
 from comera_compile.calibrate import DTYPES, calibrate, calibration_key
-from comera_compile.errors import ComeraError
+from comera_compile.errors import ComeraError, OptionError
 from comera_compile.planning.device_model import DeviceModel
 
 
@@ -32,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="comera", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _add_calibrate(commands)
+    _add_tune(commands)
     _add_cache(commands)
     return parser
 
@@ -45,6 +47,21 @@ def _add_calibrate(commands: Any) -> None:
     p.add_argument("--seconds", type=float, default=20.0, help="about how long to measure, 1 to 30 (default 20)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     p.set_defaults(run=_calibrate)
+
+
+def _add_tune(commands: Any) -> None:
+    about = "measure the best few plans of layers given by their sizes; models with such layers then use the winners"
+    p = commands.add_parser("tune", help=about, description=about)
+    p.add_argument("--layer", nargs="+", required=True, metavar="INxOUT", help="in and out features, as in 768x3072")
+    p.add_argument("--rows", type=int, nargs="+", required=True, help="batch times sequence, one or more")
+    p.add_argument("--rank", type=int, default=32, help="as the option of the backend (default 32)")
+    p.add_argument("--order", type=int, default=3, help="as the option of the backend (default 3)")
+    p.add_argument("--conv1d", action="store_true", help="weights stored as (in, out): GPT-2's Conv1D")
+    p.add_argument("--inference", action="store_true", help="the forward alone, without gradients")
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    p.add_argument("--threads", type=int, help="threads of the CPU; default: as many as torch uses")
+    p.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
+    p.set_defaults(run=_tune)
 
 
 def _add_cache(commands: Any) -> None:
@@ -71,6 +88,29 @@ def _calibrate(options: argparse.Namespace) -> int:
         print("\n".join(f"  {name:<28}{value:>12.4g}" for name, value in _figures(model).items()))
         print(f"stored in {user_cache.directory()}" if stored else "NOT stored: it is lost when this process ends")
     return 0 if stored else 1
+
+
+def _tune(options: argparse.Namespace) -> int:
+    tuning = tune_sizes(
+        [_sizes(text) for text in options.layer],
+        options.rows,
+        rank=options.rank,
+        order=options.order,
+        conv1d=options.conv1d,
+        training=not options.inference,
+        device=options.device,
+        threads=options.threads,
+        dtype=DTYPES[options.dtype],
+    )
+    print(tuning)
+    return 0 if tuning.stored else 1
+
+
+def _sizes(text: str) -> tuple[int, int]:
+    inner, times, outer = text.partition("x")
+    if not (times and inner.isdecimal() and outer.isdecimal() and int(inner) and int(outer)):
+        raise OptionError(f"--layer must be in and out features such as 768x3072, got {text!r}")
+    return int(inner), int(outer)
 
 
 def _threads() -> int:

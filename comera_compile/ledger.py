@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,12 +42,57 @@ class Decision:
 
 @dataclass
 class PlannedUse:
-    """One planned use of a weight in one compiled graph."""
+    """One planned use of a weight in one compiled graph.
+
+    Args:
+        plan: its name.
+        rows: rows of x; a dynamic number as torch writes it.
+        flops: operations of one step, merges of its own cores included (None: not known).
+        saved_bytes: bytes that the plan would keep for the backward if nothing were made again.
+        rows_hint: a concrete number of rows, at which the figures hold.
+        seconds: predicted time of one step: forward, and all gradients where they are taken. Cores that are merged
+            together with those of other layers are charged their share.
+        dense_seconds: the same for the plain product with a dense weight, without the optimizer on either side.
+    """
 
     plan: str
     rows: str
     flops: int | None
     saved_bytes: int | None
+    rows_hint: int | None = None
+    seconds: float | None = None
+    dense_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """What one compiled graph keeps between forward and backward, predicted when it was cut, before it was lowered.
+
+    Unique storages in bytes, inputs and parameters left out; a dynamic batch counts with the size it was compiled for.
+
+    Args:
+        planned: of tensors that plans made: merged cores, bonds, outputs of planned products, lookups and attention.
+        rest: of all others.
+    """
+
+    planned: int
+    rest: int
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.planned + self.rest
+
+    def __str__(self) -> str:
+        """One line."""
+        return f"{self.total:,} bytes saved for the backward: {self.planned:,} made by plans, {self.rest:,} by the rest"
+
+
+@dataclass
+class GraphRecord:
+    """One compiled graph; ``saved`` is None until it is cut, and where something else than this package cuts it."""
+
+    saved: SavedBytes | None = None
 
 
 @dataclass
@@ -56,6 +101,7 @@ class Record:
 
     decision: Decision
     uses: list[PlannedUse] = field(default_factory=list)
+    graph: GraphRecord | None = None
 
 
 _records: Any = WeakIdKeyDictionary()
@@ -83,6 +129,14 @@ def record_uses(parameter: torch.Tensor, uses: Sequence[PlannedUse]) -> None:
     known = recall(parameter)
     if known is not None:
         known.uses = list(uses)
+
+
+def record_graph(parameters: Iterable[torch.Tensor], graph: GraphRecord) -> None:
+    """Remember the newest compiled graph that uses each of these parameters."""
+    for parameter in parameters:
+        known = recall(parameter)
+        if known is not None:
+            known.graph = graph
 
 
 def forget(parameter: torch.Tensor) -> None:

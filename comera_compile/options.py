@@ -55,6 +55,8 @@ class Options:
             inner compiler as ``"min"`` does. CompileError where it cannot be met.
         objective: what contractions are chosen by: predicted ``"time"`` (from this device's calibration where there
             is one), ``"flops"``, or ``"bytes"`` moved.
+        tune: measure the best few plans of each layer while compiling, where no measurement is stored for it (seconds a
+            layer, once), and store the winners. Stored winners are used without it too. Needs objective ``"time"``.
 
     Raises:
         OptionError: a value is impossible.
@@ -78,6 +80,7 @@ class Options:
     saved: Saved = "auto"
     saved_bytes: int | None = None
     objective: Objective = "time"
+    tune: bool = False
 
     def __post_init__(self) -> None:
         _check_rank(self.rank)
@@ -88,7 +91,7 @@ class Options:
         _check_fraction("max_error", self.max_error)
         if self.tolerance is not None:
             _check_fraction("tolerance", self.tolerance)
-        for name in ("cudagraphs", "strict", "keep_memory"):
+        for name in ("cudagraphs", "strict", "keep_memory", "tune"):
             _check_type(name, getattr(self, name), bool, "True or False")
         for name in ("layers", "inner_options"):
             _check_type(name, getattr(self, name), Mapping, "a dict")
@@ -96,6 +99,8 @@ class Options:
             object.__setattr__(self, name, _patterns(name, getattr(self, name)))
         _check_choice("inner", self.inner, torch_private.inner_backend_names())
         _check_choice("objective", self.objective, OBJECTIVES)
+        if self.tune and self.objective != "time":
+            raise OptionError(f"tune=True measures time, so objective must be 'time' with it, got {self.objective!r}")
         self._check_saved()
         for pattern, settings in self.layers.items():
             self._check_layer(pattern, settings)
@@ -195,7 +200,7 @@ def _check_modes(modes: object) -> None:
         return
     good = isinstance(modes, (list, tuple)) and len(modes) == 2
     good = good and all(isinstance(side, (list, tuple)) and side for side in modes)  # type: ignore[attr-defined]
-    if not good or not all(isinstance(m, int) and m > 0 for side in modes for m in side):  # type: ignore[attr-defined]
+    if not good or not all(type(m) is int and m > 0 for side in modes for m in side):  # type: ignore[attr-defined]
         raise OptionError(f"modes must be a pair of lists of positive ints, (row modes, column modes), got {modes!r}")
 
 

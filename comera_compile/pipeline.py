@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
@@ -13,15 +14,20 @@ from comera_compile.passes.find_tt_weights import find_tt_weights
 from comera_compile.passes.plan_attention import plan_attention
 from comera_compile.passes.plan_contractions import plan_contractions
 from comera_compile.planning.cost import Objective
+from comera_compile.tune import tune_graph
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule]
 Observer = Callable[[str, fx.GraphModule], None]
 
 
-def passes(*, threads: int, training: bool, objective: Objective = "time") -> list[tuple[str, Pass]]:
+def passes(
+    *, threads: int, training: bool, objective: Objective = "time", tune: bool = False
+) -> list[tuple[str, Pass]]:
     """Every pass by name, in order, bound to its settings."""
+    measuring = [("tune_graph", partial(tune_graph, threads=threads, training=training))] if tune else []
     return [
         ("find_tt_weights", find_tt_weights),
+        *measuring,
         ("plan_contractions", partial(plan_contractions, threads=threads, training=training, objective=objective)),
         ("plan_attention", plan_attention),
         ("lower_plans", lower_plans),
@@ -29,7 +35,11 @@ def passes(*, threads: int, training: bool, objective: Objective = "time") -> li
 
 
 def run(
-    graph_module: fx.GraphModule, observe: Observer | None = None, *, objective: Objective = "time"
+    graph_module: fx.GraphModule,
+    observe: Observer | None = None,
+    *,
+    objective: Objective = "time",
+    tune: bool = False,
 ) -> fx.GraphModule:
     """Rewrite a traced graph whose weights are packed.
 
@@ -37,9 +47,10 @@ def run(
         graph_module: Dynamo's graph; rewritten in place.
         observe: called with each pass's name and the graph after it.
         objective: what contractions are chosen by.
+        tune: measure plans of layers for which no measurement is stored.
     """
-    training = torch.is_grad_enabled()
-    for name, rewrite in passes(threads=torch.get_num_threads(), training=training, objective=objective):
+    settings: dict[str, Any] = {"threads": torch.get_num_threads(), "training": torch.is_grad_enabled()}
+    for name, rewrite in passes(**settings, objective=objective, tune=tune):
         graph_module = rewrite(graph_module)
         if observe is not None:
             observe(name, graph_module)

@@ -10,7 +10,7 @@ from torch import fx
 from comera_compile import ledger, torch_private
 from comera_compile.calibrate import calibrated_model
 from comera_compile.ledger import PlannedUse
-from comera_compile.planning.cost import plan_cost, saved_bytes
+from comera_compile.planning.cost import dense_cost, plan_cost, saved_bytes
 from comera_compile.planning.linear_plan import LinearPlan
 from comera_compile.planning.uses import PLAN, USE, TTUse
 from comera_compile.tt.marker import MARKERS
@@ -41,15 +41,26 @@ def _planned(module: fx.GraphModule, outer: dict[fx.Node, Any]) -> list[tuple[to
     """Pairs of a real parameter and one use of it; ``outer`` maps this graph's inputs to real objects in a body."""
     values = outer or {n: torch_private.placeholder_value(n) for n in module.graph.nodes if n.op == "placeholder"}
     found: list[tuple[torch.Tensor, PlannedUse]] = []
+    layers = _layers_by_plan(module)
     for node in module.graph.nodes:
         use = node.meta.get(USE)
         if isinstance(use, TTUse) and isinstance(values.get(use.packed), torch.Tensor):
-            found.append((values[use.packed], _describe(use, node.meta[PLAN])))
+            found.append((values[use.packed], _describe(use, node.meta[PLAN], len(layers.get(node.meta[PLAN], ())))))
         if node.target in MARKERS and isinstance(values.get(node.args[0]), torch.Tensor):
             rebuilt = (PlannedUse(f"{REBUILT} {operation}", "any", None, None) for operation in _unplanned(node))
             found += [(values[node.args[0]], use) for use in rebuilt]
         found += _inside(node, module, values)
     return found
+
+
+def _layers_by_plan(module: fx.GraphModule) -> dict[LinearPlan, set[fx.Node]]:
+    """Weights of one plan: their cores are merged together. A rebuilt W is made for each on its own."""
+    layers: dict[LinearPlan, set[fx.Node]] = {}
+    for node in module.graph.nodes:
+        plan = node.meta.get(PLAN)
+        if isinstance(plan, LinearPlan) and not plan.dense:
+            layers.setdefault(plan, set()).add(node.meta[USE].packed)
+    return layers
 
 
 def _unplanned(marker: fx.Node) -> list[str]:
@@ -71,7 +82,8 @@ def _inside(node: fx.Node, module: fx.GraphModule, values: dict[fx.Node, Any]) -
     return _planned(body, {i: values.get(o) for i, o in zip(inner, inputs, strict=False)})
 
 
-def _describe(use: TTUse, plan: Any) -> PlannedUse:
+def _describe(use: TTUse, plan: Any, layers: int) -> PlannedUse:
+    """``layers``: how many weights of this plan are merged together; 0 counts as one alone."""
     rows = use.x.meta["example_value"].shape[:-1] if use.kind == "linear" else use.x.meta["example_value"].shape
     count: Any = 1
     for size in rows:
@@ -79,7 +91,11 @@ def _describe(use: TTUse, plan: Any) -> PlannedUse:
     if not isinstance(plan, LinearPlan):
         return PlannedUse(plan.name, str(count), None, None)
     hint = torch_private.size_hint(count)
-    dtype, device_type = use.x.meta["example_value"].dtype, use.x.meta["example_value"].device.type
-    itemsize = dtype.itemsize
-    cost = plan_cost(plan, hint, calibrated_model(device_type, torch.get_num_threads(), dtype), itemsize)
-    return PlannedUse(plan.name, str(count), cost.flops, saved_bytes(plan, hint, itemsize))
+    x, packed = use.x.meta["example_value"], use.packed.meta["example_value"]
+    itemsize = x.dtype.itemsize
+    device = calibrated_model(x.device.type, torch.get_num_threads(), x.dtype)
+    training = torch.is_grad_enabled() and packed.requires_grad
+    shared = plan_cost(plan, hint, device, itemsize, training=training, layers=max(1, layers))
+    dense = dense_cost(plan.shape, hint, device, itemsize, training=training, contracts=plan.contracts)
+    flops, saved = plan_cost(plan, hint, device, itemsize).flops, saved_bytes(plan, hint, itemsize)
+    return PlannedUse(plan.name, str(count), flops, saved, hint, shared.seconds, dense.seconds)

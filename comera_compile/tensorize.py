@@ -70,6 +70,9 @@ def tensorize(model: nn.Module, *, state_dict: Mapping[str, torch.Tensor] | None
 def densify(model: nn.Module) -> nn.Module:
     """Turn every tensor-train weight below ``model`` back into its dense matrix, in place. Optimizer state is dropped.
 
+    Nothing is remembered about the weights: the next call of a model compiled with this backend converts them again.
+    To go on dense, call the module itself, or compile it with another backend.
+
     Raises:
         PlacementError: an eager autograd graph of a weight is alive.
     """

@@ -20,6 +20,8 @@ from comera_compile.errors import VersionError
 Halves = tuple[fx.GraphModule, fx.GraphModule]
 # Writes on the nodes of a joint graph what is saved and what is made again, given the number of the forward's outputs.
 Tagger = Callable[[fx.GraphModule, int], object]
+# Is shown each forward graph that was cut, with the number of its own outputs: what it saves comes after them.
+Observer = Callable[[fx.GraphModule, int], None]
 
 _FURTHER_VIEWS = {"_unsafe_view", "broadcast_in_dim"}  # views by what they do, though their schema may not say so
 
@@ -32,10 +34,11 @@ class Partitioner:
     Args:
         key: text that stands for everything that the tags depend on; part of the key of Inductor's disk cache.
         tag: writes the tags; raises a ``ComeraError`` where it cannot.
+        observe: is shown every forward graph before it is lowered; plays no part in the key.
     """
 
-    def __init__(self, key: str, tag: Tagger) -> None:
-        self.key, self.tag = key, tag
+    def __init__(self, key: str, tag: Tagger, observe: Observer | None = None) -> None:
+        self.key, self.tag, self.observe = key, tag, observe
 
     def __call__(self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **settings: Any) -> Halves:
         """Forward and backward graph of a joint graph."""
@@ -46,6 +49,8 @@ class Partitioner:
         halves: Halves = min_cut_rematerialization_partition(
             joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **settings
         )
+        if self.observe is not None:
+            self.observe(halves[0], num_fwd_outputs)
         return halves
 
     def uuid(self) -> str:
@@ -176,8 +181,22 @@ def storage_owners(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
     return owners
 
 
-def saved_bytes(forward: fx.GraphModule, forward_outputs: int) -> int:
-    """Bytes that a forward graph hands to its backward: unique storages, inputs of the graph left out.
+def observed_as_inductor_cuts(observe: Observer) -> Callable[..., Halves]:
+    """A ``partition_fn`` of AOTAutograd that cuts as Inductor does by itself and shows each forward graph."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def cut(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **settings: Any) -> Halves:
+        halves: Halves = min_cut_rematerialization_partition(
+            joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **settings
+        )
+        observe(halves[0], num_fwd_outputs)
+        return halves
+
+    return cut
+
+
+def saved_storages(forward: fx.GraphModule, forward_outputs: int) -> list[fx.Node]:
+    """Nodes whose storages a forward graph hands to its backward: unique, inputs of the graph left out.
 
     Not counted are states of random generators, some kilobytes, that torch adds where a model checkpoints operations
     that may draw numbers.
@@ -189,7 +208,12 @@ def saved_bytes(forward: fx.GraphModule, forward_outputs: int) -> int:
     owners = storage_owners(n for n in forward.graph.nodes if n.op == "call_function")
     (output,) = forward.graph.find_nodes(op="output")
     saved = dict.fromkeys(owners[n] for n in output.args[0][forward_outputs:] if n in owners)
-    return sum(hinted_bytes(node.meta.get("val")) for node in saved if not _is_random_state(node))
+    return [node for node in saved if not _is_random_state(node)]
+
+
+def saved_bytes(forward: fx.GraphModule, forward_outputs: int) -> int:
+    """Bytes of :func:`saved_storages`."""
+    return sum(hinted_bytes(node.meta.get("val")) for node in saved_storages(forward, forward_outputs))
 
 
 def hinted_bytes(value: object) -> int:

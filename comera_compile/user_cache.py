@@ -13,10 +13,16 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+try:
+    import fcntl
+except ImportError:  # not a Unix: updates at the same moment may lose one of them
+    fcntl = None  # type: ignore[assignment]
 
 _log = logging.getLogger("comera_compile")
 
@@ -27,6 +33,8 @@ _FORMAT = 1
 _ENTRY, _TEMPORARY = ".json", ".tmp"
 # A writer needs milliseconds: an older temporary file is that of a killed one.
 _STALE_SECONDS = 3600.0
+# A holder of the lock needs milliseconds: one that takes longer has been stopped.
+_LOCK, _LOCK_SECONDS = "lock", 5.0
 _said: set[str] = set()
 
 
@@ -67,7 +75,7 @@ def load(namespace: Namespace, key: str) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        _say_once(str(path), f"cannot read {path} ({error.strerror}); going on without it")
+        _say_unusable(path.parent, "read", error)
         return None
     except _DamagedError as error:
         _say_once(str(path), f"{path} is damaged ({error}) and ignored; it is replaced when its entry is next stored")
@@ -95,10 +103,24 @@ def store(namespace: Namespace, key: str, value: Mapping[str, Any]) -> Path | No
         _replace(path, text)
         _remove_stale(path.parent)
     except OSError as error:
-        reason = f"no cache: cannot write to {path.parent} ({error.strerror})"
-        _say_once(str(path.parent), f"{reason}; set {VARIABLE} to a directory that can be written")
+        _say_unusable(path.parent, "write to", error)
         return None
     return path
+
+
+def update(namespace: Namespace, key: str, change: Callable[[dict[str, Any] | None], Mapping[str, Any]]) -> Path | None:
+    """Store what ``change`` makes of the entry under a key, without losing what other processes add meanwhile.
+
+    Args:
+        namespace, key: the entry.
+        change: from the object that is there (None: none that can be read) to the one to store.
+
+    Returns:
+        As :func:`store`.
+    """
+    path = _path(namespace, key)
+    with _locked(None if path is None else path.parent):
+        return store(namespace, key, change(load(namespace, key)))
 
 
 def entries() -> list[Entry]:
@@ -131,6 +153,42 @@ def _path(namespace: Namespace, key: str) -> Path | None:
     base = directory()
     digest = hashlib.sha256(key.encode()).hexdigest()[:32]
     return None if base is None else base / namespace / f"{digest}{_ENTRY}"
+
+
+@contextmanager
+def _locked(folder: Path | None) -> Iterator[None]:
+    """One process at a time inside. The system gives a lock back when its process ends, however it ends."""
+    handle = None if folder is None else _open_lock(folder)
+    try:
+        if handle is not None:
+            _wait_for(handle)
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _open_lock(folder: Path) -> int | None:
+    if fcntl is None:
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError:  # store will say so
+        return None
+
+
+def _wait_for(handle: int) -> None:
+    """Take the lock, or go on without it where that takes too long or the file system has no locks."""
+    latest = time.monotonic() + _LOCK_SECONDS
+    while time.monotonic() < latest:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(0.005)
+        except OSError:
+            return
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -178,6 +236,12 @@ def _entry(namespace: Namespace, path: Path) -> Entry:
     except (_DamagedError, OSError):
         key, size = None, 0
     return Entry(namespace, key, path, size)
+
+
+def _say_unusable(folder: Path, doing: str, error: OSError) -> None:
+    """Once a cache, whichever of its folders and entries it is."""
+    text = f"no cache: cannot {doing} {error.filename or folder} ({error.strerror}); going on without"
+    _say_once(str(folder.parent), f"{text}; set {VARIABLE} to a directory that can be written")
 
 
 def _say_once(about: str, text: str) -> None:

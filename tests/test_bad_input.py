@@ -50,6 +50,18 @@ OPTION_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"layers": ["fc1"]}, r"layers must be a dict, got \['fc1'\]"),
     "unknown name in layers": ({"layers": {"fc1": {"rnk": 8}}}, r"layers\['fc1'\]: unknown option 'rnk'; known: rank"),
     "bad value in layers": ({"layers": {"fc1": {"rank": 0}}}, r"layers\['fc1'\]: rank must be .*got 0"),
+    "layers of a number": ({"layers": {3: {"rank": 8}}}, r"a key of layers must be a name pattern .*got 3"),
+    "settings in layers": ({"layers": {"fc1": 8}}, r"layers\['fc1'\] must be a dict of rank, modes, .*got 8"),
+    "modes in layers": ({"layers": {"fc1": {"modes": (6, 8)}}}, r"layers\['fc1'\]: modes must be a pair of lists"),
+    "modes that are no ints": (
+        {"layers": {"fc1": {"modes": ((6, 8.0), (4, 8))}}},
+        r"layers\['fc1'\]: modes must be .*positive ints.*8\.0",
+    ),
+    "modes of bools": ({"modes": ((True, 48), (4, 8))}, r"modes must be .*positive ints.*got \(\(True, 48\)"),
+    "a pattern that is no text": ({"exclude": ["fc1", None]}, r"exclude must be a name pattern or a list.*None"),
+    "objective": ({"objective": "speed"}, r"objective must be one of 'time', 'flops', 'bytes', got 'speed'"),
+    "saved": ({"saved": "some"}, r"saved must be one of 'auto', 'all', 'min', got 'some'"),
+    "bytes with a unit": ({"saved_bytes": "100MB"}, r"saved_bytes must be a number of bytes, .*got '100MB'"),
     "inner": ({"inner": "inducter"}, r"inner must be one of .*'inductor'.*got 'inducter'"),
     "inner is comera": ({"inner": "comera"}, r"inner must be one of .*got 'comera'"),
 }

@@ -233,6 +233,25 @@ def test_another_size_is_refused_and_nothing_changes(target: str) -> None:
     tiny.assert_unchanged(before, model)
 
 
+@pytest.mark.parametrize("target", ["tensorized", "dense"])
+def test_halves_of_an_entry_that_do_not_fit_each_other_are_told(target: str) -> None:
+    # A matrix put back by hand beside the layout of the packed vector that was there; a vector cut short. The message
+    # says which two entries contradict each other, not that the matrix has the wrong size, which it has not.
+    state = tensorized().state_dict()
+    matrix = state | {"fc1.weight": tiny.Mlp().double().fc1.weight.detach()}
+    short = state | {"fc1.weight": state["fc1.weight"][:-1]}
+    model = tiny.Mlp().double() if target == "dense" else tensorized()
+    before, numel = tiny.snapshot(model), TTShape.from_tensor(state["fc1.weight_tt"]).numel
+    packed = rf"'fc1\.weight_tt' describes a packed vector of {numel} elements \(a tensor train of 48x32\)"
+    with pytest.raises(ShapeError, match=rf"fc1\.weight: .* matrix of 48x32, but .*{packed}.*drop 'fc1\.weight_tt"):
+        model.load_state_dict(matrix)
+    with pytest.raises(ShapeError, match=rf"shape \({numel - 1},\), but .*{packed}: take both entries from one"):
+        model.load_state_dict(short)
+    tiny.assert_unchanged(before, model)
+    del matrix["fc1.weight_tt"]  # the remedy
+    model.load_state_dict(matrix)
+
+
 def test_a_damaged_or_newer_layout_is_refused() -> None:
     model = tensorized()
     state = model.state_dict()

@@ -18,9 +18,12 @@ from comera_compile.calibrate import calibrated_model
 from comera_compile.cli import main
 from comera_compile.errors import CalibrationError
 from comera_compile.planning.device_model import cpu_model
+from comera_compile.tt.factorize import choose_shape
+from comera_compile.tuned_plans import Layer, stored
+from tests.fake_times import Clock, cache, clock
 from tests.small_calibration import small
 
-__all__ = ["small"]
+__all__ = ["cache", "clock", "small"]
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -79,6 +82,16 @@ def test_a_calibration_that_cannot_be_stored_ends_with_1(
         (["calibrate", "--seconds", "99"], 1, "seconds must be a number from 1 to 30, got 99.0"),
         (["calibrate", "--dtype", "int8"], 2, "invalid choice: 'int8'"),
         (["calibrate", "--threads", "two"], 2, "invalid int value: 'two'"),
+        (["tune", "--layer", "768", "--rows", "2"], 1, "in and out features such as 768x3072, got '768'"),
+        (["tune", "--layer", "0x5", "--rows", "2"], 1, "in and out features such as 768x3072, got '0x5'"),
+        (["tune", "--layer", "64x64", "--rows", "0"], 1, "rows must be positive, got [0]"),
+        (["tune", "--layer", "64x64", "--rows", "2", "--rank", "0"], 1, "rank must be a positive int"),
+        (
+            ["tune", "--layer", "64x64", "--rows", "2", "--threads", "0"],
+            1,
+            "threads must be an int of at least 1, got 0",
+        ),
+        (["tune", "--layer", "64x64"], 2, "the following arguments are required: --rows"),
         (["cache", "--list", "--clear"], 2, "not allowed with argument"),
         (["melt"], 2, "invalid choice: 'melt'"),
         ([], 2, "the following arguments are required: command"),
@@ -92,6 +105,42 @@ def test_wrong_command_lines(arguments: list[str], code: int, message: str, caps
         ended = int(end.code or 0)
     assert ended == code
     assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def made_up(small: Path, clock: Clock) -> Clock:
+    """Times of plans are made up."""
+    clock.prefer("rebuild W")
+    return clock
+
+
+def test_tune_stores_what_a_model_then_finds(made_up: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--layer", "768x3072", "3072x768", "--rank", "16", "--rows", "32", "512"]
+    assert main(["tune", *sizes, "--threads", "1", "--dtype", "float64"]) == 0
+    head, _, *lines = capsys.readouterr().out.splitlines()
+    assert "predicted best" in head and "measured best" in head and "gain" in head
+    assert [line.split("  ")[0] for line in lines] == ["768x3072 rank 16"] * 2 + ["3072x768 rank 16"] * 2
+    assert [key.partition("torch")[2].split(" | ")[1:4] for key in keys()] == [["float64", "training", "cols"]] * 2
+    shape = choose_shape(3072, 768, format="tt", rank=16)  # what the backend chooses for nn.Linear(768, 3072)
+    layer = Layer(shape, "cols", "cpu", 1, torch.float64, True)
+    assert [t.rows for t in stored(layer)] == [32, 512]
+
+
+def keys() -> list[str]:
+    return [entry.key or "" for entry in user_cache.entries()]
+
+
+def test_tune_other_kinds_of_layers(made_up: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--layer", "768x3072", "--rows", "32", "--conv1d", "--inference", "--threads", "2"]) == 0
+    assert "768x3072 rank 32 (inference)" in capsys.readouterr().out
+    layer = Layer(choose_shape(768, 3072, format="tt", rank=32), "rows", "cpu", 2, torch.float32, False)
+    assert [t.rows for t in stored(layer)] == [32] and len(keys()) == 1
+
+
+def test_tune_on_a_busy_machine_ends_with_1(made_up: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    made_up.noise = 0.5
+    assert main(["tune", "--layer", "768x768", "--rows", "32"]) == 1
+    assert "not kept: times of one plan spread by 50%" in capsys.readouterr().out and keys() == []
 
 
 def test_cache_lists_clears_and_names_its_directory(small: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from comera_compile.planning.cost import (
     DeviceModel,
     cost_by_rows,
     cpu_model,
+    dense_cost,
     plan_cost,
     saved_bytes,
     step_cost,
@@ -127,6 +128,28 @@ def test_a_plan_costs_the_sum_of_its_steps() -> None:
                 assert expected.flops == sum(s.flops({**plan.core_sizes}) for s in merge) + sum(
                     s.flops({**plan.operand_sizes, "t": rows}) for s in apply
                 )
+
+
+@pytest.mark.parametrize("contracts", ["rows", "cols"])
+def test_a_dense_layer_by_hand(contracts: Side) -> None:
+    # y = x W', dx = dy W, dW = dy' x: three products of 2 * t * in * out operations, of which each reads two and writes
+    # one of the tensors x, W, y or their gradients. No merge, no modes.
+    flops, moved = 2 * 100 * 768 * 3072, 2 * (100 * 768 + 768 * 3072 + 100 * 3072)
+    forward, step = (dense_cost(WIDE, 100, FLOPS_ONLY, 2, training=t, contracts=contracts) for t in (False, True))
+    assert (forward.flops, forward.bytes, forward.seconds) == (flops, moved, flops)
+    assert (step.flops, step.bytes, step.seconds) == (3 * flops, 3 * moved, 3 * flops)
+    # Each product narrowed by its smallest size, 100 rows, which a half-rate size of 100 makes half as fast.
+    assert dense_cost(WIDE, 100, DeviceModel(1e9, math.inf, 0.0, 0.0, 100.0)).seconds == pytest.approx(6 * flops / 1e9)
+
+
+def test_dense_is_the_rebuild_without_its_merge() -> None:
+    # The same product as the plan that makes W first, in the form and with the copies that it has there: none.
+    for contracts in ("rows", "cols"):
+        rebuilt = plan_named("rebuild W", WIDE, contracts)
+        for device, training in ((cpu_model(2), True), (CUDA_MODEL, False)):
+            steps = rebuilt.apply.steps + (rebuilt.apply.backward(("x", "W")) if training else ())
+            applied = steps_cost(steps, {**rebuilt.operand_sizes, "t": 512}, device, 4)
+            assert dense_cost(WIDE, 512, device, training=training, contracts=contracts) == applied
 
 
 def test_no_rows_cost_the_merge_and_the_launches() -> None:

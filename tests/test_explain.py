@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ def test_plans_list_all_steps(shown: comera.Explanation) -> None:
     body = first[first.index("forward:") :]
     for made in ("y[t,m] = ", "dx[t,n1,n2] = ", "dA1[", "dA2[", "dB1[", "dB2["):
         assert made in body, made
-    assert first.count("MFLOP") == 12 and "KiB besides x" in first.splitlines()[-1]
+    assert first.count("MFLOP") == 12 and "KiB besides x" in first.splitlines()[-2]
 
 
 def test_the_text_has_all_parts(shown: comera.Explanation) -> None:
@@ -174,6 +175,45 @@ def test_wrong_options_raise_what_the_backend_raises(
         comera.explain(tiny.Mlp(), tiny.rows(6, dtype=torch.float32), options=tiny.TENSORIZE | options)
 
 
+class TwoInputs(tiny.Mlp):
+    """A model called as ``model(x, y)``."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x) + y
+
+
+@pytest.mark.parametrize("kind", [tuple, list, dict])
+def test_inputs_in_one_tuple_are_refused_with_the_right_call(kind: type) -> None:
+    # What torch.export and others take; here it would end in a TypeError about a missing argument of forward.
+    model, x = tiny.double(TwoInputs()), tiny.rows(6)
+    held = {"x": x, "y": x} if kind is dict else kind((x, x))
+    remedy = r"explain\(model, \*\*inputs\)" if kind is dict else r"explain\(model, \*inputs\)"
+    with pytest.raises(comera.OptionError, match=rf"one {kind.__name__} of 2: .*explain\(model, x, y\).*{remedy}"):
+        explain(model, held)
+    with pytest.raises(comera.OptionError, match="one tuple of 1"):
+        explain(tiny.double(tiny.Mlp()), (x,))
+    assert len(explain(model, x, x).plans) == 2  # the remedy
+
+
+def test_other_wrong_calls_raise_what_the_model_raises() -> None:
+    # A list of three for two arguments has another cause, which the model's own error names.
+    model, x = tiny.double(TwoInputs()), tiny.rows(6)
+    for inputs in ((x,), ([x, x, x],)):
+        with pytest.raises(TypeError, match="missing 1 required positional argument: 'y'"):
+            explain(model, *inputs)
+    with pytest.raises(comera.OptionError, match=r"explain expects an nn\.Module .* got function"):
+        comera.explain(lambda x: x, x)  # type: ignore[arg-type]
+
+
+def test_a_model_that_takes_a_tuple_gets_it() -> None:
+    class Pair(tiny.Mlp):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return super().forward(pair[0]) + pair[1]
+
+    x = tiny.rows(6)
+    assert len(explain(tiny.double(Pair()), (x, x)).plans) == 2
+
+
 def test_what_only_the_graph_shows_raises_as_well() -> None:
     # A write to the dense matrix would be lost; the backend refuses it, and so does a look at it.
     class Writes(tiny.Mlp):
@@ -203,3 +243,11 @@ def test_the_cut_that_is_shown_is_the_one_that_runs() -> None:
     free, limited = (comera.explain(model, ids, options={"saved": saved}) for saved in ("all", "min"))
     assert limited.forward[0] != free.forward[0]
     assert limited.backward[0].count("aten.mm.default(") > free.backward[0].count("aten.mm.default(")
+
+
+def test_each_linear_plan_is_held_against_the_cheapest() -> None:
+    [plan] = explain(tiny.double(tiny.Mlp()), tiny.rows(6)).plans[:1]
+    [line] = [text for text in plan.splitlines() if "cheapest of all plans" in text]
+    ours, least = (float(n.replace(",", "")) for n in re.findall(r"([\d,.]+) us", line))
+    assert 0.97 * least <= ours < 2 * least  # of six rows and tiny cores: a few launches more or less
+    assert "is proven to cost" in line

@@ -301,6 +301,18 @@ def test_densify_gives_back_an_ordinary_model(model: nn.Module, assert_near: Nea
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
 
 
+def test_a_compiled_model_is_converted_again_after_densify() -> None:
+    # As its docstring says: to stay dense, the module itself is called, or compiled with another backend.
+    model, x = tiny.double(tiny.Mlp()), tiny.rows(3)
+    call = torch.compile(model, backend="comera", options=tiny.OPTIONS)
+    call(x)
+    comera.densify(call)
+    model(x)
+    assert tiny.packed_names(model) == []
+    call(x)
+    assert len(tiny.packed_names(model)) == 2
+
+
 def test_densify_reaches_a_tied_owner_outside() -> None:
     body = nn.Linear(tiny.WIDTH, tiny.WIDTH)
     head = nn.Linear(tiny.WIDTH, tiny.WIDTH)

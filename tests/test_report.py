@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import comera_compile as comera
+from comera_compile import plan_record
+from comera_compile.passes import plan_contractions
+from comera_compile.planning.device_model import DeviceModel
 from tests import tiny_models as tiny
+from tests.saving_models import OPTIONS as SAVING
+from tests.saving_models import Gpt, packed, really_saved, words
 
 
 class Zoo(nn.Module):
@@ -141,8 +147,9 @@ def test_the_text_holds_every_column() -> None:
     # One line a weight under the heads, each cell below its head, and the sums at the end.
     model, _ = compiled_mlp(exclude="fc2")
     text = str(comera.report(model))
-    head, rule, first, second, foot = text.splitlines()
-    columns = ("weight", "form", "parameters", "modes", "ranks", "kept", "plan", "rows", "MFLOP", "saved KiB", "why")
+    head, rule, first, second, foot, *_ = text.splitlines()
+    columns = ("weight", "form", "parameters", "modes", "ranks", "kept", "plan", "rows")
+    columns += ("MFLOP", "saved KiB", "vs dense", "why")
     starts = [head.index(name) for name in columns]
     assert starts == sorted(starts) and set(rule) == {"-"}
     cells = dict(
@@ -157,9 +164,110 @@ def test_the_text_holds_every_column() -> None:
     assert cells["kept"].endswith("%") and cells["why"] == line.decision.reason
     assert float(cells["MFLOP"]) == pytest.approx((use.flops or 0) / 1e6, abs=0.05)
     assert float(cells["saved KiB"]) == pytest.approx((use.saved_bytes or 0) / 1024, abs=0.5)
+    assert cells["vs dense"] == f"{line.over_dense:.2g}x"
     assert second.split()[:3] == ["fc2.weight", "dense", "1,536"] and second.endswith("excluded by 'fc2'")
     now = 1536 + shape.numel
     assert foot.startswith(f"1 of 2 matrices are tensor trains; 3,072 parameters before, {now:,} now (")
+
+
+def timed_by(monkeypatch: pytest.MonkeyPatch, device: DeviceModel) -> None:
+    """Plans are chosen and told by these figures."""
+    for module in (plan_record, plan_contractions):
+        monkeypatch.setattr(module, "calibrated_model", lambda *_: device)
+
+
+ORDER_1 = {"layers": {"fc1": {"modes": ((48,), (tiny.WIDTH,))}}, "exclude": "fc2"}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_predicted_times_by_hand(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Time is operations. 48 x 32 as two cores of rank 4, which is padded to 16: 16 * (48 + 32) products a row, dense
+    # 48 * 32. A training step has three of each: forward, and a gradient of both operands.
+    timed_by(monkeypatch, DeviceModel(1.0, math.inf, 0.0, 0.0, 0.0))
+    model = tiny.double(tiny.Mlp())
+    call = torch.compile(model, backend="comera", options=tiny.OPTIONS | ORDER_1)
+    with torch.set_grad_enabled(training):
+        call(tiny.rows(600))
+    line = comera.report(model)["fc1.weight"]
+    (use,), times = line.uses, 3 if training else 1
+    assert use.plan == "merge both halves" and use.rows_hint == 600
+    assert use.seconds == times * 2 * 600 * 16 * (48 + 32)
+    assert use.dense_seconds == times * 2 * 600 * 48 * 32
+    assert line.over_dense == 1.2 and comera.report(model).better_dense == ()
+
+
+def test_layers_that_are_better_dense_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Time is products: two cores take two, forward, and four backward; dense takes one and two. The line says how much
+    # faster, at how many rows, and what to do, after which there is nothing left to say.
+    timed_by(monkeypatch, DeviceModel(1e30, math.inf, 1.0, 0.0, 0.0))
+
+    def report(**options: object) -> comera.Report:
+        model = tiny.double(tiny.Mlp())
+        torch.compile(model, backend="comera", options=tiny.OPTIONS | ORDER_1 | options)(tiny.rows(600))
+        return comera.report(model)
+
+    found = report()
+    assert [line.decision.name for line in found.better_dense] == ["fc1.weight"]
+    assert [line for line in str(found).splitlines() if "faster dense" in line] == [
+        "fc1.weight: 2x faster dense at 600 rows (predicted, without the optimizer): exclude='fc1', or a lower rank"
+    ]
+    remedied = report(exclude=["fc1", "fc2"])
+    assert remedied.better_dense == () and "faster dense" not in str(remedied)
+
+
+def test_merges_of_equal_layers_are_shared_in_the_prediction() -> None:
+    # Two layers of one plan merge their cores in one step: each is charged half of it, so less than a layer alone.
+    class Pair(tiny.Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.again = nn.Linear(tiny.WIDTH, 48)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.fc2(self.again(x))
+
+    alone, together = (compiled_on(model(), 600)["fc1.weight"].uses[0] for model in (tiny.Mlp, Pair))
+    assert together.plan == alone.plan and together.dense_seconds == alone.dense_seconds
+    assert together.seconds is not None and alone.seconds is not None and together.seconds < alone.seconds
+
+
+def compiled_on(model: nn.Module, count: int) -> comera.Report:
+    tiny.double(model)
+    torch.compile(model, backend="comera", options=tiny.OPTIONS)(tiny.rows(count))
+    return comera.report(model)
+
+
+def test_no_prediction_for_lookups_and_unplanned_uses() -> None:
+    # A gather is no product: dense is not 'faster' or 'slower' there, and nothing is advised.
+    model = tiny.Tied()
+    torch.compile(model, backend="comera", options=tiny.OPTIONS)(torch.randint(0, 60, (2, 5)))
+    assert comera.report(model)["embed.weight"].over_dense is None
+    unplanned = tiny.double(Unplanned())
+    torch.compile(unplanned, backend="comera", options=tiny.OPTIONS)(tiny.rows(4))
+    assert comera.report(unplanned)["fc1.weight"].over_dense is None
+    assert comera.report(tiny.Mlp())["fc1.weight"].over_dense is None
+
+
+@pytest.mark.parametrize("options", [{}, {"saved": "min"}, {"saved_bytes": 10**9}])
+def test_what_the_graph_saves(options: dict[str, object]) -> None:
+    # Predicted when the graph was cut, and what autograd then holds.
+    model = packed(Gpt(blocks=1))
+    ids = words()
+    loss = torch.compile(model, backend="comera", options=SAVING | options)(ids)
+    report = comera.report(model)
+    (graph,) = report.graphs
+    assert graph.saved is not None and graph.saved.total == really_saved(loss, model, ids)
+    assert str(report).splitlines()[-1] == f"graph 1: {graph.saved}"
+
+
+def test_a_graph_that_others_cut_says_so() -> None:
+    # saved="all" leaves the cut to the inner compiler, and evaluation has none: no number rather than a wrong one.
+    for options, recorded in (({"saved": "all"}, True), ({}, False)):
+        model = packed(Gpt(blocks=1))
+        with torch.set_grad_enabled(recorded):
+            torch.compile(model, backend="comera", options=SAVING | options)(words())
+        report = comera.report(model)
+        assert [graph.saved for graph in report.graphs] == [None]
+        assert "is not known here" in str(report).splitlines()[-1]
 
 
 def test_after_deepcopy() -> None:

@@ -16,11 +16,13 @@ from comera_compile.options import Options
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"saved": "most"}, r"saved must be one of 'auto', 'all', 'min', got 'most'"),
+        ({"saved": "some"}, r"saved must be one of 'auto', 'all', 'min', got 'some'"),
         ({"saved": None}, "saved must be one of"),
         ({"saved_bytes": "2GB"}, r"saved_bytes must be a number of bytes, an int .* 500 MiB; got '2GB'"),
+        ({"saved_bytes": "100MB"}, r"saved_bytes must be a number of bytes, an int of at least 0, .*; got '100MB'"),
+        ({"saved_bytes": 1.5}, r"saved_bytes must be a number of bytes, an int .*500 \* 2\*\*20 for 500 MiB; got 1\.5"),
         ({"saved_bytes": 2e9}, "saved_bytes must be a number of bytes, an int"),
-        ({"saved_bytes": -1}, "an int of at least 0"),
+        ({"saved_bytes": -1}, "saved_bytes must be .* an int of at least 0, .*got -1"),
         ({"saved_bytes": True}, "saved_bytes must be a number of bytes"),
         ({"saved": "all", "saved_bytes": 1}, "exclude each other"),
         ({"saved": "min", "inner": "eager"}, "saved='min' needs inner 'inductor' or 'aot_eager', got 'eager'"),

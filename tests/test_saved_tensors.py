@@ -257,6 +257,24 @@ def test_gradients_of_weights_are_taken_first() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
 
 
+def test_a_layer_used_twice_beside_an_equal_one() -> None:
+    # Its weight gradients share views of the merged operands; moved ahead for one they must not move on for the other.
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.again = (nn.Linear(tiny.WIDTH, 48) for _ in range(2))
+            self.last = nn.Linear(48, tiny.WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.last(F.gelu(self.first(x))) + self.last(self.again(x))).square().mean()
+
+    model, x = packed(Twice()), torch.randn(600, tiny.WIDTH, dtype=torch.float64)
+    twin = copy.deepcopy(model)
+    for backend in BACKENDS.values():
+        limit = {"saved_bytes": 10**6} if "saved_bytes" in backend else backend
+        assert_equal(step(model, x, **limit), gradients(twin, twin, x), 1e-12)
+
+
 # -- a limit ---------------------------------------------------------------------------------------------------------
 
 

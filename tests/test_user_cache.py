@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import comera_compile as comera
 from comera_compile import user_cache
+from comera_compile.calibrate import calibrated_model
+from tests import tiny_models as tiny
 
 # Stores entries until it is killed, then more: every one is large, so that a reader would catch it half written.
 WRITER = """
@@ -162,6 +166,45 @@ def test_an_unwritable_directory_works_without_a_cache_and_says_so_once(
     assert str(tmp_path / "file" / "cache") in record.getMessage() and "COMERA_CACHE_DIR" in record.getMessage()
     assert user_cache.load("plans", "0") is None
     assert user_cache.entries() == [] and user_cache.clear() == 0
+
+
+def call_without_a_cache(
+    where: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> list[logging.LogRecord]:
+    """What is said while models of two dtypes, hence two calibrations, are compiled with that cache."""
+    monkeypatch.setenv("COMERA_CACHE_DIR", str(where))
+    calibrated_model.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="comera_compile"):
+        for dtype in (torch.float32, torch.float64):
+            model, x = tiny.Mlp().to(dtype), tiny.rows(6, dtype=dtype)
+            torch.compile(model, backend="comera", options=tiny.OPTIONS)(x).sum().backward()
+            assert len(tiny.packed_names(model)) == 2 and comera.report(model)["fc1.weight"].uses[0].plan
+    calibrated_model.cache_clear()
+    return [r for r in caplog.records if "cache" in r.getMessage()]
+
+
+def test_a_file_as_cache_directory_is_told_once_by_compiled_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The models train by the shipped figures; the variable that is wrong is named.
+    (tmp_path / "file").write_text("mine")
+    [record] = call_without_a_cache(tmp_path / "file", monkeypatch, caplog)
+    assert "no cache" in record.getMessage() and str(tmp_path / "file") in record.getMessage()
+    assert "set COMERA_CACHE_DIR to a directory that can be written" in record.getMessage()
+    assert user_cache.store("plans", "k", {}) is None and "cache" not in caplog.records[-1].getMessage()
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no directory that refuses every user")
+def test_a_directory_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    # Nothing is there to read, which is no news; the first thing to be stored is lost, which is, once.
+    where = Path("/proc/comera_cache")
+    assert call_without_a_cache(where, monkeypatch, caplog) == []
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="comera_compile"):
+        assert user_cache.store("plans", "a", {}) is None and user_cache.store("calibration", "b", {}) is None
+    [record] = caplog.records
+    assert "/proc/comera_cache" in record.getMessage() and "COMERA_CACHE_DIR" in record.getMessage()
 
 
 def test_without_a_home_there_is_no_cache(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

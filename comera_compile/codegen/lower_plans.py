@@ -14,7 +14,7 @@ from comera_compile.codegen.lookup import ttm_lookup
 from comera_compile.codegen.run_plan import apply_operands, merge_cores
 from comera_compile.planning.attention_plan import AttentionPlan
 from comera_compile.planning.linear_plan import LinearPlan
-from comera_compile.planning.uses import PLAN, USE
+from comera_compile.planning.uses import BY_PLAN, PLAN, USE
 from comera_compile.tt.marker import MARKERS, decode
 from comera_compile.tt.packing import to_dense
 
@@ -47,7 +47,7 @@ def _lower(module: fx.GraphModule) -> None:
         with graph.inserting_before(node):
             new = _call(graph, node, operands, replaced)
         replaced[node] = new
-        new.meta = dict(node.meta)
+        new.meta = _by_plan(node.meta)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
     graph.eliminate_dead_code()
@@ -101,6 +101,7 @@ def _merge_group(
     scales = tuple(decode(layout).scale for _, layout in uses)
     with graph.inserting_after(_last_placeholder(graph, after)):
         merged = graph.call_function(merge_cores, (plan.encode(), scales, *(packed for packed, _ in uses)))
+        merged.meta = _by_plan({})
     operands: list[list[fx.Node]] = [[] for _ in uses]
     previous = merged
     for position in range(len(plan.operands)):
@@ -113,6 +114,11 @@ def _merge_group(
                 previous = graph.call_function(operator.getitem, (layers, k))
             ours.append(previous)
     return {node: ours for nodes, ours in zip(uses.values(), operands, strict=True) for node in nodes}
+
+
+def _by_plan(meta: dict[str, Any]) -> dict[str, Any]:
+    """A node's meta with the mark that a plan makes its result (see ``passes/count_saved.py``)."""
+    return {**meta, "custom": {**meta.get("custom", {}), BY_PLAN: True}}
 
 
 def _last_placeholder(graph: fx.Graph, after: fx.Node) -> fx.Node:

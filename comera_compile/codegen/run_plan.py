@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from comera_compile.codegen.contract import contract, viewed
+from comera_compile.codegen.cpu import merge_kernels
 from comera_compile.codegen.layer_stack import join_cores, stack_packed
 from comera_compile.planning.linear_plan import LinearPlan
 from comera_compile.planning.program import Program
@@ -36,7 +37,10 @@ def merge_cores(plan_text: str, scales: Sequence[float], *packed: torch.Tensor) 
     """
     # Merging is part of what the weight is, not of what is computed with it: autocast begins where rows come in.
     with torch.autocast(packed[0].device.type, enabled=False):
-        result: tuple[torch.Tensor, ...] = MergeCores.apply(plan_text, tuple(scales), *packed)  # type: ignore[no-untyped-call]
+        # A rebuilt W is a large product: that is what the library behind torch.mm is good at.
+        own = not LinearPlan.decode(plan_text).dense and merge_kernels.available(packed)
+        run = MergeByKernel if own else MergeCores
+        result: tuple[torch.Tensor, ...] = run.apply(plan_text, tuple(scales), *packed)  # type: ignore[no-untyped-call]
         return result
 
 
@@ -87,6 +91,23 @@ class MergeCores(torch.autograd.Function):
         _run(program.backward(program.input_names), values, {**plan.core_sizes, "l": layers})
         cores = [viewed(values[f"d{n}"], [layers, plan.shape.core_sizes[k]]) for k, n in enumerate(program.input_names)]
         return None, None, *join_cores(cores, ctx.scales).unbind(0)
+
+
+class MergeByKernel(torch.autograd.Function):
+    """The same as :class:`MergeCores` in one operator each way. Inner results are made again, so nothing is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, plan_text: str, scales: tuple[float, ...], *packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Operands, stacked over the layers."""
+        ctx.plan_text, ctx.scales = plan_text, scales
+        ctx.save_for_backward(*packed)
+        return tuple(merge_kernels.merge(packed, scales, plan_text))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        """Gradients of the packed vectors: rows of one matrix."""
+        made = merge_kernels.merge_backward(ctx.saved_tensors, grads, ctx.scales, ctx.plan_text)
+        return None, None, *made.unbind(0)
 
 
 class ApplyOperands(torch.autograd.Function):

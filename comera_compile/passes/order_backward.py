@@ -5,10 +5,17 @@ Of ``y = x W`` the backward takes ``dW = x' dy`` and ``dx = dy W'``. With dW fir
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterator
+
 from torch import fx
 
 from comera_compile.passes.joint_graph import JointGraph, is_product
 from comera_compile.torch_partition import hinted_bytes, is_view
+
+# Where a node stands: its place in the graph as it was, or that of the node it was moved ahead of and when.
+Order = dict[fx.Node, tuple[int, float]]
 
 _SHRINKS = 4  # a product that frees at least so many times the bytes that it makes
 
@@ -20,7 +27,8 @@ def order_backward(joint: fx.GraphModule, read: JointGraph) -> fx.GraphModule:
         joint: joint graph of forward and backward; reordered in place.
         read: the same graph, read.
     """
-    order = {node: k for k, node in enumerate(joint.graph.nodes)}
+    order: Order = {node: (k, math.inf) for k, node in enumerate(joint.graph.nodes)}
+    moves = itertools.count()
     first: dict[fx.Node, fx.Node] = {}
     for node in list(joint.graph.nodes):
         if node not in read.backward or not is_product(node):
@@ -29,7 +37,7 @@ def order_backward(joint: fx.GraphModule, read: JointGraph) -> fx.GraphModule:
         if len(gradients) == 1:
             leader = first.setdefault(gradients.pop(), node)
             if leader is not node and _shrinks(node, read):
-                _move(node, leader, order)
+                _move(node, leader, order, moves)
     joint.graph.lint()
     return joint
 
@@ -40,7 +48,7 @@ def _shrinks(node: fx.Node, read: JointGraph) -> bool:
     return any(hinted_bytes(o.meta.get("val")) >= _SHRINKS * hinted_bytes(node.meta.get("val")) for o in owners)
 
 
-def _move(node: fx.Node, ahead_of: fx.Node, order: dict[fx.Node, int]) -> None:
+def _move(node: fx.Node, ahead_of: fx.Node, order: Order, moves: Iterator[int]) -> None:
     """Put a node, with the views that it reads, ahead of an earlier one, unless it reads what is only made later."""
     moving, waiting = [node], [node]
     while waiting:
@@ -51,7 +59,7 @@ def _move(node: fx.Node, ahead_of: fx.Node, order: dict[fx.Node, int]) -> None:
         waiting += later
     for each in sorted(set(moving), key=order.__getitem__):
         ahead_of.prepend(each)
-        order[each] = order[ahead_of]
+        order[each] = order[ahead_of][0], next(moves)
 
 
 def _base(node: fx.Node) -> fx.Node:

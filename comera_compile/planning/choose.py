@@ -42,8 +42,7 @@ def plans_by_rows(
     figures; ``objective``: what is cheapest.
     """
     device = device or shipped_model(device_type, threads)
-    multiple = CPU_BOND_MULTIPLE if device_type == "cpu" else 1
-    plans = candidates(shape, contracts, multiple)
+    plans = candidates(shape, contracts, _bond_multiple(device_type))
     costs = {plan: cost_by_rows(plan, device, itemsize, training=training) for plan in plans}
 
     @cache
@@ -54,6 +53,42 @@ def plans_by_rows(
     while len(ranges) > _MAX_RANGES:
         ranges = _without_cheapest_loss(ranges, costs, objective)
     return tuple(ranges)
+
+
+def ranked_plans(
+    shape: TTShape,
+    contracts: Side,
+    device_type: str,
+    threads: int,
+    itemsize: int,
+    training: bool,
+    rows: int,
+    device: DeviceModel | None = None,
+    objective: Objective = "time",
+) -> list[LinearPlan]:
+    """Every plan there is, the cheapest at ``rows`` rows first. Arguments as for :func:`plans_by_rows`."""
+    device = device or shipped_model(device_type, threads)
+    plans = candidates(shape, contracts, _bond_multiple(device_type))
+    costs = {p: cost_by_rows(p, device, itemsize, training=training)(rows).by(objective) for p in plans}
+    return sorted(plans, key=costs.__getitem__)
+
+
+def plan_from(text: object, shape: TTShape, contracts: Side, device_type: str) -> LinearPlan:
+    """The plan of one layer that a text stands for (``encode()`` of a plan).
+
+    Raises:
+        ValueError: it is none, or one that this layer cannot have on this kind of device.
+    """
+    if not isinstance(text, str):
+        raise ValueError(f"expected the text of a plan, got {text!r}")
+    plan = LinearPlan.decode(text)  # what is no plan has other words and numbers: a ValueError, too
+    if plan not in candidates(shape, contracts, _bond_multiple(device_type)):
+        raise ValueError(f"not a plan of this layer: {text!r}")
+    return plan
+
+
+def _bond_multiple(device_type: str) -> int:
+    return CPU_BOND_MULTIPLE if device_type == "cpu" else 1
 
 
 def _ranges(best: Callable[[int], LinearPlan]) -> list[RowRange]:

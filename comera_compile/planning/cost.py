@@ -13,9 +13,10 @@ from typing import Literal, NamedTuple
 
 from comera_compile.errors import OptionError
 from comera_compile.planning.device_model import CUDA_MODEL, DeviceModel, cpu_model
-from comera_compile.planning.linear_plan import LinearPlan
+from comera_compile.planning.linear_plan import LinearPlan, Side
 from comera_compile.planning.program import Program
-from comera_compile.planning.step import Axes, Sizes, Step
+from comera_compile.planning.step import Axes, Sizes, Step, Tensor
+from comera_compile.tt.shape import TTShape
 
 __all__ = [
     "CUDA_MODEL",
@@ -25,6 +26,7 @@ __all__ = [
     "Objective",
     "cost_by_rows",
     "cpu_model",
+    "dense_cost",
     "plan_cost",
     "saved_bytes",
     "step_cost",
@@ -87,6 +89,33 @@ def cost_by_rows(
     once = Cost(together.flops // layers, together.bytes // layers, together.seconds / layers)
     works = [_count(step, plan.operand_sizes) for step in _all_steps(plan.apply, training)]
     return lambda rows: once + _cost(works, rows, device, itemsize)
+
+
+def dense_cost(
+    shape: TTShape,
+    rows: int,
+    device: DeviceModel,
+    itemsize: int = 4,
+    *,
+    training: bool = True,
+    contracts: Side = "cols",
+) -> Cost:
+    """Cost of the plain product with a dense weight of the same size, which is there and need not be rebuilt.
+
+    With ``training`` three products of rows x in x out: y, the gradient of x, that of the weight. Left out are the
+    optimizer's step over the dense weight, and what casts under autocast take.
+
+    Args:
+        shape: of the weight; its modes and ranks play no part.
+        rows: rows of x.
+        device, itemsize: as for :func:`plan_cost`.
+        training: whether gradients of x and the weight are taken.
+        contracts: the side of the weight that meets x: ``"cols"`` for nn.Linear, ``"rows"`` for Conv1D.
+    """
+    taken, given = ("n", "m") if contracts == "cols" else ("m", "n")
+    x, weight, y = Tensor("x", ("t", taken)), Tensor("W", ("m", "n")), Tensor("y", ("t", given))
+    steps = _all_steps(Program((x, weight), (Step(y, x, weight),), (y,)), training)
+    return steps_cost(steps, {"t": rows, "m": shape.rows, "n": shape.cols}, device, itemsize)
 
 
 def _all_steps(program: Program, training: bool) -> tuple[Step, ...]:

@@ -12,6 +12,8 @@ from comera_compile.planning.linear_plan import Side
 # Keys of ``node.meta``.
 USE = "comera_use"
 PLAN = "comera_plan"
+# Key of ``node.meta["custom"]``, which AOTAutograd hands on to the operations that a node is traced into: a plan's.
+BY_PLAN = "comera_by_plan"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
@@ -65,12 +65,31 @@ def find_entry(
         return None
     elif shape is not None and value.shape == dense_size:
         return _from_dense(value, name, shape, parameter, policy)
+    raise ShapeError(_misfit(name, value, stored, dense_size))
+
+
+def _misfit(name: str, value: torch.Tensor, stored: TTShape | None, dense_size: tuple[int, ...]) -> str:
+    """What of an entry does not fit: the weight, or the two halves of the entry each other."""
+    layout = f"{name}{LAYOUT_SUFFIX}"
+    if stored is not None and value.shape != (stored.numel,):
+        if tuple(value.shape) == dense_size:
+            what = f"a dense matrix of {_times(value.shape)}"
+            remedy = f"drop '{layout}' from the state dict to load the matrix, or put the packed vector in its place"
+        else:
+            what, remedy = f"a tensor of shape {tuple(value.shape)}", "take both entries from one checkpoint"
+        return (
+            f"{name}: the state dict holds {what}, but beside it '{layout}' describes a packed vector of "
+            f"{stored.numel:,} elements (a tensor train of {stored.rows}x{stored.cols}): {remedy}"
+        )
     got = "a tensor train of " + (f"{stored.rows}x{stored.cols}" if stored else "an unknown layout")
-    raise ShapeError(
-        f"{name}: expected a matrix of {'x'.join(map(str, dense_size))}, dense or packed with its layout "
-        f"'{name}{LAYOUT_SUFFIX}', got {got if value.dim() == 1 else f'{tuple(value.shape)}'}: "
-        "load a checkpoint of the same model"
+    return (
+        f"{name}: expected a matrix of {_times(dense_size)}, dense or packed with its layout '{layout}', "
+        f"got {got if value.dim() == 1 else f'{tuple(value.shape)}'}: load a checkpoint of the same model"
     )
+
+
+def _times(sizes: Sequence[int]) -> str:
+    return "x".join(map(str, sizes))
 
 
 def is_layout(value: object) -> TypeGuard[torch.Tensor]:

@@ -1,7 +1,7 @@
 """Run a traced graph as Inductor's generated code does, without its compiler: hundreds of graphs would wait for it.
 
-Each operation writes into a result that is allocated for it, operands are strided views of what is there, memory is
-given back after its last use, and nothing else is in between: no autograd, no dispatch of the views of the graph.
+Each operation of torch writes into a result that is allocated for it, operands are strided views of what is there,
+memory is given back after its last use, and nothing else is in between: no autograd, no dispatch of the graph's views.
 """
 
 from __future__ import annotations
@@ -71,6 +71,9 @@ class _Writer:
             self._write(node, value)
 
     def _write(self, node: fx.Node, value: Any) -> None:
+        if getattr(node.target, "namespace", "") == "comera":
+            self._call_own(node, value)
+            return
         packet = getattr(node.target, "overloadpacket", None)
         run = _DIRECT.get(node.target) or getattr(packet, "out", None)  # type: ignore[call-overload]
         if run is None or not isinstance(value, torch.Tensor):
@@ -79,23 +82,39 @@ class _Writer:
         name, function = f"b{len(self.lines)}", f"f{len(self.lines)}"
         arguments = [self._text(a, used) for a in node.args]
         arguments += [f"{key}={self._text(a, used)}" for key, a in node.kwargs.items()]
-        line = f"{name} = empty({tuple(value.shape)}, {value.stride()}, dtype={self._text(value.dtype, used)})\n"
+        kind = f"dtype={self._text(value.dtype, used)}"
+        if value.device.type != "cpu":
+            kind += f", device={self._text(value.device, used)}"
+        line = f"{name} = empty({tuple(value.shape)}, {value.stride()}, {kind})\n"
         self.names[function] = run
         self.lines.append((f"{line}    {function}({', '.join(arguments)}, out={name})", used))
         self.values[node] = value
         self.owner[self._memory(value)] = name, value
 
+    def _call_own(self, node: fx.Node, value: Any) -> None:
+        """An operator of this package: it makes the memory of its results, of which there may be several."""
+        used: set[str] = set()
+        name, function = f"b{len(self.lines)}", f"f{len(self.lines)}"
+        self.names[function] = node.target
+        self.lines.append((f"{name} = {function}({', '.join(self._text(a, used) for a in node.args)})", used))
+        self.values[node] = value
+        results = (
+            [(name, value)] if isinstance(value, torch.Tensor) else [(f"{name}[{k}]", v) for k, v in enumerate(value)]
+        )
+        for place, tensor in results:
+            self.owner[self._memory(tensor)] = place, tensor
+
     def _text(self, argument: Any, used: set[str]) -> str:
         if isinstance(argument, fx.Node):
             value = self.values[argument]
             name, base = self.owner[self._memory(value)]
-            used.add(name)
+            used.add(name.split("[")[0])
             layout = tuple(value.shape), value.stride(), value.storage_offset()
             is_base = layout == (tuple(base.shape), base.stride(), base.storage_offset())
             return name if is_base else f"view({name}, {', '.join(map(str, layout))})"
         if isinstance(argument, (tuple, list)):
             return f"[{', '.join(self._text(a, used) for a in argument)}]"
-        if argument is None or isinstance(argument, (bool, int, float)):
+        if argument is None or isinstance(argument, (bool, int, float, str)):
             return repr(argument)
         self.names[name := f"g{len(self.names)}"] = argument
         return name

@@ -1,0 +1,1 @@
+"""Kernels in C++ for the CPU, with what calls them."""

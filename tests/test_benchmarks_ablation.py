@@ -1,0 +1,140 @@
+"""The ablation: each switch changes what it names, nothing else, and only while it is on."""
+
+import argparse
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import comera_compile as comera
+from benchmarks import ablation
+from benchmarks.ablation import build, measure
+from benchmarks.ablation_parts import PARTS, UNEVEN_RANK, WHOLE
+from benchmarks.six_encoders import Sizes
+from benchmarks.training import Setting
+from comera_compile import pipeline
+from comera_compile.codegen import lower_plans
+from comera_compile.planning import choose
+
+SIZES = Sizes(width=64, hidden=128, heads=2, sequence=8, vocabulary=60, classes=3, encoders=1)
+SETTING = Setting(2, 8, SIZES)
+SMALL = {"min_elements": 500, "inner": "aot_eager"}
+
+
+def graphs_of(part, setting=SETTING, **options):
+    """The rewritten graphs of a model compiled without a part, and the model."""
+    seen, lower = [], pipeline.lower_plans
+
+    def recorded(graph_module):
+        done = lower(graph_module)
+        seen.append([(str(n.target), n.args) for n in done.graph.nodes if n.op == "call_function"])
+        return done
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pipeline, "lower_plans", recorded)
+        torch._dynamo.reset()
+        training = build(part, setting, **SMALL | options)
+    return seen[-1], training
+
+
+def calls(nodes, name):
+    return [args for target, args in nodes if name in target]
+
+
+def bonds(nodes):
+    """Padded to: the number before the layout in each plan's text."""
+    return {args[0].split(" | ")[0].split()[-1] for args in calls(nodes, "apply_operands")}
+
+
+def test_the_whole_is_what_a_user_gets():
+    nodes, training = graphs_of(WHOLE)
+    # per encoder six linear layers; equal shapes and plans are merged in one call
+    assert len(calls(nodes, "apply_operands")) == 6 * SIZES.encoders > len(calls(nodes, "merge_cores"))
+    assert training.done == 1 and len(comera.report(training.model).tensorized) == 7
+
+
+def test_without_sharing_every_weight_is_merged_on_its_own():
+    nodes, _ = graphs_of(PARTS["sharing"])
+    assert len(calls(nodes, "merge_cores")) == len(calls(nodes, "apply_operands")) == 6 * SIZES.encoders
+    # the plans are those of the whole: nothing else was switched off
+    together, _ = graphs_of(WHOLE)
+    assert [a[0] for a in calls(nodes, "apply_operands")] == [a[0] for a in calls(together, "apply_operands")]
+
+
+def test_without_padding_bonds_stay_as_they_are():
+    uneven = replace(SETTING, rank=6)
+    assert bonds(graphs_of(WHOLE, uneven)[0]) == {"16"} and bonds(graphs_of(PARTS["padding"], uneven)[0]) == {"1"}
+    assert choose.CPU_BOND_MULTIPLE == 16
+    assert bonds(graphs_of(WHOLE, uneven)[0]) == {"16"}  # nothing unpadded is left in a cache
+    assert UNEVEN_RANK % 16 and PARTS["padding"].rank == UNEVEN_RANK
+
+
+def test_without_the_joint_plan_it_is_the_one_of_fewest_operations_in_the_forward():
+    asked, plan = [], choose.plans_by_rows
+
+    def recorded(*settings):
+        asked.append(settings)
+        return plan(*settings)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("comera_compile.passes.plan_contractions.plans_by_rows", recorded)
+        graphs_of(PARTS["joint_plan"])
+        without = set(asked)
+        asked.clear()
+        graphs_of(WHOLE)
+    assert {(s[5], s[7]) for s in without} == {(False, "flops")}  # training, objective
+    assert {(s[5], s[7]) for s in asked} == {(True, "time")}
+
+
+def test_switches_go_back_and_training_is_the_same():
+    before = pipeline.plan_contractions, lower_plans._merge_all, choose.CPU_BOND_MULTIPLE
+    losses = []
+    for part in (WHOLE, *PARTS.values()):
+        training = build(replace(part, rank=None), SETTING, **SMALL)
+        training.run(2)
+        losses.append(training.loss)
+    assert before == (pipeline.plan_contractions, lower_plans._merge_all, choose.CPU_BOND_MULTIPLE)
+    # three steps from the same cores: other orders of the same sums, so equal up to rounding
+    assert max(losses) - min(losses) < 1e-5
+
+
+def test_figures_of_every_part(capsys, tmp_path):
+    chosen = ("joint_plan", "padding")
+    parts = {name: replace(PARTS[name], rank=PARTS[name].rank and 6) for name in chosen}
+    result = measure(parts, SETTING, rounds=2, seconds=30.0, **SMALL)
+    assert result["ranks"] == {"joint_plan": 8, "padding": 6}  # each beside a whole of its own rank
+    for name in chosen:
+        assert result["time_over_whole"][name] > 0 and result["rounds"][name] >= 2
+        raw = result["raw_seconds"][name]
+        ratios = sorted(off / on for off, on in zip(raw[name], raw["whole"], strict=True))
+        assert ratios[0] <= result["time_over_whole"][name] <= ratios[-1]  # without over whole, round by round
+        assert sum(result["plans"][name].values()) == 6 * SIZES.encoders + 1  # the layers and the table
+    ablation.show(result)
+    table = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in table[2:]] == list(chosen)
+    json.dumps(result)
+
+
+def test_the_allocator_takes_turns_in_processes_of_its_own(monkeypatch):
+    order = []
+
+    def child(module, arguments, *, allocator):
+        order.append(allocator)
+        assert "--measure=whole" in arguments and "--batch=8" in arguments
+        return {"milliseconds": {"keep": 100.0, "default": 150.0}[allocator] * len(order)}
+
+    monkeypatch.setattr(ablation.process, "run_child", child)
+    options = ablation.parse(["--sessions", "2"])
+    found = ablation.measure_allocator(options)
+    # the order turns round, so that a machine that slows down favours neither: 150 * 2 / 100 and 150 * 3 / 400
+    assert order == ["keep", "default", "default", "keep"]
+    assert found["time_over_whole"] == pytest.approx((3.0 + 1.125) / 2)
+
+
+@pytest.mark.parametrize("arguments", [["--parts", "speed"], ["--rounds", "0"], ["--sessions", "-1"]])
+def test_a_wrong_command_line_ends_with_what_is_right(arguments, capsys):
+    with pytest.raises(SystemExit):
+        ablation.parse(arguments)
+    assert "--parts" in capsys.readouterr().err
+    assert isinstance(ablation.parse([]), argparse.Namespace)
