@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from comera_compile.codegen import lookup_groups
+from comera_compile.codegen.cpu import lookup_kernels
 from comera_compile.codegen.lookup import ttm_lookup, ttm_lookup_backward
 from comera_compile.planning.lookup_plan import LookupPlan
 from comera_compile.tt.factorize import choose_shape
@@ -43,6 +44,7 @@ BRANCHES = {
 @pytest.fixture(params=list(BRANCHES.values()), ids=list(BRANCHES))
 def branch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     by_digit, even = request.param
+    monkeypatch.setattr(lookup_kernels, "applies", lambda *_: False)  # torch's own operators
     monkeypatch.setattr(lookup_groups, "EVEN", even)
     if by_digit is not None:
         monkeypatch.setattr(LookupPlan, "groups_by_digit", lambda *_, **__: by_digit)
@@ -153,6 +155,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Callable[[TTShape, Tensor], lis
         packed = torch.randn(shape.numel, requires_grad=True)
         with monkeypatch.context() as patch:
             patch.setattr(torch, "bmm", noted)
+            patch.setattr(lookup_kernels, "applies", lambda *_: False)  # torch's own operators
             ttm_lookup(packed, ids, shape.encode()).sum().backward()
         return list(seen)
 

@@ -200,5 +200,5 @@ def test_aot_graphs_hold_planned_products_only(always: Callable[[str], None]) ->
     allowed = "mm bmm view permute transpose t clone cat mul add stack split unsqueeze squeeze select constant_pad_nd"
     allowed += " as_strided reshape full new_ones expand detach ones unbind _unsafe_view slice sum split_with_sizes"
     assert {name.split(".")[1] for name in seen if name.startswith("aten.")} <= set(allowed.split())
-    assert {name for name in seen if "comera" in name} == {"comera.stack_packed.default", "comera.join_cores.default"}
+    assert {name for name in seen if "comera" in name} == {"comera.merge.default", "comera.merge_backward.default"}
     assert "aten.mm.default" in seen

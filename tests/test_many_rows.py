@@ -28,9 +28,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize(
     ("kind", "training"),
     [
-        *(("one layer", training) for training in (True, False)),
-        ("two sizes", True),
-        ("an encoder", False),
+        ("one layer", True),
+        pytest.param("one layer", False, marks=pytest.mark.slow),
+        pytest.param("two sizes", True, marks=pytest.mark.slow),
+        pytest.param("an encoder", False, marks=pytest.mark.slow),
         pytest.param("an encoder", True, marks=pytest.mark.slow),
     ],
 )

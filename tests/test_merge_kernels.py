@@ -60,10 +60,9 @@ def check(plan: LinearPlan, layers: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", BARS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_plan_of_every_shape(name: str, dtype: torch.dtype) -> None:
-    for side in SIDES:
-        for multiple in (1, 16):
-            for plan in candidates(SHAPES[name], side, multiple):
-                check(plan, 2, dtype)
+    for side, multiple in zip(SIDES, (1, 16), strict=True):
+        for plan in candidates(SHAPES[name], side, multiple):
+            check(plan, 2, dtype)
 
 
 @pytest.mark.parametrize("rank", RANKS)

@@ -71,7 +71,9 @@ def test_dense_is_what_loops_give(shape: TTShape, assert_near: Callable[..., Non
         assert_near(dense, by_loops(packed.to(dtype).double(), shape))
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize(
+    "shape", [pytest.param(s, marks=[pytest.mark.slow] * (n == "ttm, order 4"), id=n) for n, s in SHAPES.items()]
+)
 def test_gradients_are_right(shape: TTShape) -> None:
     # Finite differences of the whole map, zero row, padding and scale included.
     packed = torch.randn(shape.numel, dtype=torch.float64, requires_grad=True)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import comera_compile as comera
-from comera_compile import plan_record
-from comera_compile.passes import plan_contractions
+from comera_compile import plan_record, tuned_plans
 from comera_compile.planning.device_model import DeviceModel
 from tests import tiny_models as tiny
 from tests.saving_models import OPTIONS as SAVING
@@ -172,7 +171,7 @@ def test_the_text_holds_every_column() -> None:
 
 def timed_by(monkeypatch: pytest.MonkeyPatch, device: DeviceModel) -> None:
     """Plans are chosen and told by these figures."""
-    for module in (plan_record, plan_contractions):
+    for module in (plan_record, tuned_plans):
         monkeypatch.setattr(module, "calibrated_model", lambda *_: device)
 
 

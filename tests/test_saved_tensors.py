@@ -88,6 +88,7 @@ def test_under_autocast() -> None:
         assert_equal(step(model, ids, saved="min"), step(model, ids, saved="all"), 1e-6)
 
 
+@pytest.mark.slow
 def test_a_dynamic_batch_is_not_compiled_more_often() -> None:
     # Sizes are only looked at as hints: a guard on one would compile every batch anew.
     model = packed(Gpt())
@@ -209,6 +210,7 @@ def test_random_and_opaque_operations_run_once() -> None:
     assert all(n.meta["val"].dtype != torch.uint8 for n in output.args[0] if "val" in n.meta)
 
 
+@pytest.mark.slow
 def test_a_long_chain_keeps_some_of_its_links() -> None:
     # 16 blocks are one residual stream of 32 sums; rebuilt whole it would all live at once in the backward. However low
     # the limit, every few links stay.

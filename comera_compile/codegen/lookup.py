@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from comera_compile.codegen.cpu import lookup_kernels
 from comera_compile.codegen.lookup_groups import sum_rows
 from comera_compile.codegen.lookup_join import Join, gradients, joins, values
 from comera_compile.planning.lookup_plan import LookupPlan
@@ -26,6 +27,12 @@ def ttm_lookup(packed: torch.Tensor, ids: torch.Tensor, layout: str) -> torch.Te
     plan = LookupPlan.decode(layout)
     if ids.numel() == 0:
         return packed.new_empty([*ids.shape, plan.shape.cols])
+    made = lookup_kernels.lookup(packed, ids, plan.shape)
+    return _lookup(packed, ids, plan) if made is None else made
+
+
+def _lookup(packed: Tensor, ids: Tensor, plan: LookupPlan) -> Tensor:
+    """The lookup by torch's own operators."""
     unique, inverse = torch.unique(ids.reshape(-1).long(), return_inverse=True)
     _check_ids(unique, plan.shape)
     steps = joins(unique, plan)
@@ -48,6 +55,12 @@ def ttm_lookup_backward(packed: torch.Tensor, ids: torch.Tensor, grad: torch.Ten
     plan = LookupPlan.decode(layout)
     if ids.numel() == 0:
         return torch.zeros_like(packed)
+    made = lookup_kernels.gradient(packed, ids, grad, plan.shape)
+    return _lookup_backward(packed, ids, grad, plan) if made is None else made
+
+
+def _lookup_backward(packed: Tensor, ids: Tensor, grad: Tensor, plan: LookupPlan) -> Tensor:
+    """The gradient by torch's own operators."""
     unique, inverse = torch.unique(ids.reshape(-1).long(), return_inverse=True)
     steps = joins(unique, plan)
     count = steps[-1].groups.member.numel() if steps else plan.shape.row_modes[0]

@@ -98,11 +98,11 @@ struct Layer {
     }
     T* c = at(out);
     if (out.has_plain_rows(n)) {
-      gemm<T>(m, n, k, a, a_row, a_col, b, b_row, c + first * out.row_step, out.row_step, false);
+      comera::gemm<T>(m, n, k, {a, a_row, a_col}, b, b_row, c + first * out.row_step, out.row_step, false);
       return;
     }
     T* made = room + left_size;
-    gemm<T>(m, n, k, a, a_row, a_col, b, b_row, made, n, false);
+    comera::gemm<T>(m, n, k, {a, a_row, a_col}, b, b_row, made, n, false);
     scatter(out, made, first, m, n, c);
   }
 

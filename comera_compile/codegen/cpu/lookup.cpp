@@ -1,0 +1,80 @@
+// Entry points of the lookup of a tensor-train-matrix table. ELEMENT is the type of the cores.
+#ifndef ELEMENT
+#define ELEMENT float
+#endif
+
+namespace comera {
+
+enum Status : int64_t { DONE = 0, OUT_OF_RANGE = 1, TOO_LARGE = 2, NO_MEMORY = 3 };
+
+inline Table read_table(const int64_t* words) {
+  Table table{words[0], words[1], words[2], words[3], {}, {}, {}};
+  const int64_t* at = words + 4;
+  for (int64_t k = 0; k < table.order; k++) table.row_mode[k] = *at++;
+  for (int64_t k = 0; k < table.order; k++) table.column_mode[k] = *at++;
+  for (int64_t k = 0; k <= table.order; k++) table.rank[k] = *at++;
+  return table;
+}
+
+// Checks the ids and runs `run<width of the last slices' vectors>(sizes, index)`.
+template <class I, class F>
+int64_t with_index(const Table& table, double scale, const I* ids, int64_t count, int64_t* wrong, const F& run) {
+  using T = ELEMENT;
+  int64_t smallest, largest;
+  bool ascending;
+  limits(ids, count, &smallest, &largest, &ascending);
+  if (smallest < 0 || largest >= table.rows) {
+    *wrong = smallest < 0 ? smallest : largest;
+    return OUT_OF_RANGE;
+  }
+  const Index index = make_index(table, ids, count, smallest, largest, ascending);
+  constexpr int FULL = (int)WIDTH<T>, HALF = FULL / 2;
+  if (table.column_mode[table.order - 1] <= HALF)
+    return run(Sizes<T>(table, scale, HALF), index, std::integral_constant<int, HALF>{});
+  return run(Sizes<T>(table, scale, FULL), index, std::integral_constant<int, FULL>{});
+}
+
+template <class F>
+int64_t guarded(const Table& table, double scale, const void* ids, int64_t id_bytes, int64_t count, int64_t* wrong,
+                const F& run) {
+  try {
+    if (id_bytes == 4) return with_index(table, scale, (const int32_t*)ids, count, wrong, run);
+    return with_index(table, scale, (const int64_t*)ids, count, wrong, run);
+  } catch (const TooLarge&) {
+    return TOO_LARGE;
+  } catch (const std::bad_alloc&) {
+    return NO_MEMORY;
+  }
+}
+
+}  // namespace comera
+
+// words: order, rows, columns, zero row or -1, row modes, column modes, ranks. Nothing is written unless all ids are in
+// range; otherwise `wrong` is one that is not.
+extern "C" int64_t ttm_lookup(const int64_t* words, double scale, const ELEMENT* packed, const void* ids,
+                              int64_t id_bytes, int64_t count, ELEMENT* rows, int64_t threads, int64_t least_work,
+                              int64_t most_sums, int64_t* wrong) {
+  using namespace comera;
+  const Table table = read_table(words);
+  return guarded(table, scale, ids, id_bytes, count, wrong, [&](const auto& size, const Index& index, auto width) {
+    for (int64_t place : index.zero) std::memset(rows + place * table.columns, 0, table.columns * sizeof(ELEMENT));
+    const Limits limits{threads, least_work, most_sums};
+    if (!index.position.empty()) Forward<ELEMENT, width()>(size, index, packed, rows, limits).run();
+    return (int64_t)DONE;
+  });
+}
+
+// total: the gradient, as long as the packed vector; every element is written.
+extern "C" int64_t ttm_lookup_backward(const int64_t* words, double scale, const ELEMENT* packed, const void* ids,
+                                       int64_t id_bytes, int64_t count, const ELEMENT* grad, ELEMENT* total,
+                                       int64_t threads, int64_t least_work, int64_t most_sums, int64_t* wrong) {
+  using namespace comera;
+  const Table table = read_table(words);
+  return guarded(table, scale, ids, id_bytes, count, wrong, [&](const auto& size, const Index& index, auto width) {
+    if (index.position.empty())
+      std::memset(total, 0, size.numel * sizeof(ELEMENT));
+    else
+      Backward<ELEMENT, width()>(size, index, packed, grad, total, Limits{threads, least_work, most_sums}).run();
+    return (int64_t)DONE;
+  });
+}
