@@ -81,11 +81,15 @@ struct Layer {
       b = right_room.data(), b_row = n;
     }
     const int64_t tasks = (m + kRows - 1) / kRows;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && m * n * k >= kShared)
-    for (int64_t task = 0; task < tasks; ++task) {
-      T* room = task_room.data() + omp_get_thread_num() * task_size;
+    const auto one = [&](int64_t task, T* room) {
       rows(left, out, task * kRows, m - task * kRows < kRows ? m - task * kRows : kRows, n, k, b, b_row, room);
+    };
+    if (threads == 1 || m * n * k < kShared) {
+      for (int64_t task = 0; task < tasks; ++task) one(task, task_room.data());
+      return;
     }
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t task = 0; task < tasks; ++task) one(task, task_room.data() + omp_get_thread_num() * task_size);
   }
 
   void rows(const Place& left, const Place& out, int64_t first, int64_t m, int64_t n, int64_t k, const T* b,
@@ -137,18 +141,21 @@ template <class T>
 void run(const int64_t* program, const int64_t* tables, int64_t layers, T* const* buffers, const int64_t* strides,
          int64_t count, const T* const* cores, const double* scales, T* grads, int64_t threads) {
   const int64_t size = program[4], task_size = program[1] + program[3];
-  const bool apart = layers >= threads;
-  const int inner = apart ? 1 : static_cast<int>(threads);
-#pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads)) if (apart && threads > 1)
-  for (int64_t layer = 0; layer < layers; ++layer) {
+  const auto one = [&](int64_t layer, int inner) {
     Layer<T> state{tables, {}, std::vector<T>(program[2]), std::vector<T>(inner * task_size), program[1], task_size, inner};
-    // Alone in its thread, a layer has its own team of one, in which it is thread 0.
     for (int64_t k = 0; k < count; ++k) state.buffers.push_back(buffers[k] + layer * strides[k]);
     const T scale = static_cast<T>(scales[layer]);
     for (int64_t j = 0; j < size; ++j) state.buffers[0][j] = cores[layer][j] * scale;
     state.run(program + kHead, program[0]);
     for (int64_t j = 0; grads != nullptr && j < size; ++j) grads[layer * size + j] *= scale;
+  };
+  if (layers < threads || threads == 1) {
+    // Not inside a parallel region, not even one of a single thread: teams inside another are made anew each time.
+    for (int64_t layer = 0; layer < layers; ++layer) one(layer, static_cast<int>(threads));
+    return;
   }
+#pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads))
+  for (int64_t layer = 0; layer < layers; ++layer) one(layer, 1);
 }
 
 }  // namespace
