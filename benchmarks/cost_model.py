@@ -18,39 +18,17 @@ from typing import Any
 import torch
 
 from benchmarks import output, process
+from benchmarks.linear_cases import Case
 from comera_compile.calibrate import calibrate, calibrated_model
 from comera_compile.plan_timing import time_plans
 from comera_compile.planning.cost import OBJECTIVES, Cost, plan_cost
 from comera_compile.planning.device_model import DeviceModel, shipped_model
 from comera_compile.planning.linear_plan import LinearPlan, candidates
-from comera_compile.tt.factorize import choose_shape
-from comera_compile.tt.shape import TTShape
 from comera_compile.tuned_plans import Layer
 
 MODULE = "benchmarks.cost_model"
 BOND_MULTIPLE = 16
 NEAR = 1.1  # a plan within 10 % of the best is a good choice
-
-
-@dataclass(frozen=True)
-class Case:
-    """A layer, the rank of its tensor train, and the rows of one step."""
-
-    inner: int
-    out: int
-    rank: int
-    rows: int
-
-    @property
-    def name(self) -> str:
-        """``<in>x<out>_r<rank>_T<rows>``."""
-        return f"{self.inner}x{self.out}_r{self.rank}_T{self.rows}"
-
-    @property
-    def shape(self) -> TTShape:
-        """What the backend chooses for the weight."""
-        return choose_shape(self.out, self.inner, format="tt", rank=self.rank)
-
 
 CASES = (
     *(Case(768, 768, rank, rows) for rank in (8, 16, 32, 64) for rows in (32, 512)),
