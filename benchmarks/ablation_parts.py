@@ -16,7 +16,7 @@ from comera_compile.passes.plan_contractions import plan_contractions
 from comera_compile.planning import choose
 from comera_compile.planning.uses import USE
 
-UNEVEN_RANK = 30  # where padding matters: 32 is a multiple of 16 already
+UNEVEN_RANK = 30  # where padding matters: 32 is a multiple of 8 already
 
 
 @dataclass(frozen=True)

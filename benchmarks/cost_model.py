@@ -21,13 +21,13 @@ from benchmarks import output, process
 from benchmarks.linear_cases import Case
 from comera_compile.calibrate import calibrate, calibrated_model
 from comera_compile.plan_timing import time_plans
+from comera_compile.planning.choose import CPU_BOND_MULTIPLE
 from comera_compile.planning.cost import OBJECTIVES, Cost, plan_cost
 from comera_compile.planning.device_model import DeviceModel, shipped_model
 from comera_compile.planning.linear_plan import LinearPlan, candidates
 from comera_compile.tuned_plans import Layer
 
 MODULE = "benchmarks.cost_model"
-BOND_MULTIPLE = 16
 NEAR = 1.1  # a plan within 10 % of the best is a good choice
 
 CASES = (
@@ -84,7 +84,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def measure(case: Case, device: DeviceModel, *, rounds: int, seconds: float) -> Measured:
     """Time every candidate plan of a case, all in alternation."""
     layer = Layer(case.shape, "cols", "cpu", torch.get_num_threads(), torch.float32, training=True)
-    plans = candidates(case.shape, "cols", BOND_MULTIPLE)
+    plans = candidates(case.shape, "cols", CPU_BOND_MULTIPLE)
     timing = time_plans(layer, case.rows, plans, rounds=rounds, seconds=seconds)
     costs = [plan_cost(plan, case.rows, device) for plan in plans]
     return Measured(case, plans, costs, [timing.median(plan.encode()) for plan in plans])

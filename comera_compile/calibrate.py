@@ -24,8 +24,10 @@ from comera_compile.device_timing import (
     SIZES,
     STREAM,
     Copy,
+    Kernel,
     Operands,
     Product,
+    Run,
     Timed,
     Timings,
     Wrapper,
@@ -35,11 +37,12 @@ from comera_compile.device_timing import (
     product_grid,
 )
 from comera_compile.errors import CalibrationError, OptionError
+from comera_compile.kernel_timing import kernel_runs, kernel_times
 from comera_compile.planning.device_model import FORMS, DeviceModel, ProductTimes, shipped_model
 
 _log = logging.getLogger("comera_compile")
 
-VERSION = 1  # of what is measured and how it is stored
+VERSION = 2  # of what is measured and how it is stored
 LARGEST_SPREAD, SMALLEST_SHARE = 0.25, 0.85
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CAPACITY = 1 << 24  # elements of each operand
@@ -150,7 +153,8 @@ def _measure(device: str, dtype: torch.dtype, seconds: float) -> tuple[DeviceMod
     synchronize = torch.cuda.synchronize if device == "cuda" else _nothing
     with torch.inference_mode():
         operands = Operands(device, dtype, _CAPACITY)
-        runs = {timed: operands.run(timed) for timed in _grid(largest_product(operands, synchronize))}
+        runs: dict[Timed, Run] = {t: operands.run(t) for t in _grid(largest_product(operands, synchronize))}
+        runs |= kernel_runs(dtype) if device == "cpu" else {}
         timings = measure(runs, seconds, synchronize, torch.get_num_threads() if device == "cpu" else 0)
     threads = f" with {torch.get_num_threads()} threads" if device == "cpu" else ""
     source = f"calibrated on {device_name(device)}{threads}, torch {torch.__version__}"
@@ -161,7 +165,7 @@ def _nothing() -> None:
     """A CPU is done when its call returns."""
 
 
-def _grid(largest: float) -> list[Timed]:
+def _grid(largest: float) -> list[Product | Copy | Wrapper]:
     single, batched = product_grid(SIZES, largest), product_grid(BATCHED_SIZES, largest / (4 * BATCH))
     products = [Product(0, form, *p) for p in single for form in FORMS]
     products += [Product(BATCH, form, *p) for p in batched for form in FORMS]
@@ -188,6 +192,7 @@ def _model(timings: Timings, itemsize: int, source: str) -> DeviceModel:
         ),
         products=_tables(single, SIZES),
         batched=_tables(batched, BATCHED_SIZES),
+        kernels=kernel_times({t: s for t, s in median.items() if isinstance(t, Kernel)}),
         source=source,
     )
 

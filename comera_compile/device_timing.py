@@ -59,7 +59,14 @@ class Wrapper(NamedTuple):
     """What generated code does around an operation: a result is allocated and an operand viewed."""
 
 
-Timed = Product | Copy | Wrapper
+class Kernel(NamedTuple):
+    """An operator of this package at one bond, or both ways of ``merge``; ``call`` has next to nothing to do."""
+
+    name: str
+    bond: int
+
+
+Timed = Product | Copy | Wrapper | Kernel
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,7 @@ class Operands:
             drawn.repeat(-(-numel // drawn.numel()))[:numel].to(device, dtype) for _ in range(3)
         )
 
-    def run(self, timed: Timed) -> Run:
+    def run(self, timed: Product | Copy | Wrapper) -> Run:
         """What does it, into memory that exists."""
         if isinstance(timed, Wrapper):
             return self._wrap

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -169,15 +169,16 @@ class _Capture:
 
 
 def _yardstick(plan: LinearPlan, layer: Layer, rows: int, objective: Objective) -> str:
-    known = layer.device, layer.dtype.itemsize
+    # Both as torch's products: the search knows no others.
+    known = replace(layer.device, kernels=None), layer.dtype.itemsize
     ours = plan_cost(plan, rows, *known, training=layer.training).by(objective)
     multiple = CPU_BOND_MULTIPLE if layer.device_type == "cpu" else 1
     least = least_cost(plan.shape, plan.contracts, rows, *known, layer.training, objective, multiple)
     scale, unit = {"time": (1e6, "us"), "flops": (1e-6, "MFLOP"), "bytes": (1e-6, "MB moved")}[objective]
     verb = "is proven to cost" if least.proven else "was found to cost"
     return (
-        f"predicted {scale * ours:,.1f} {unit}; the cheapest of all plans over {least.tensors} tensors and "
-        f"{least.contractions} contractions {verb} {scale * least.price:,.1f} {unit}"
+        f"predicted {scale * ours:,.1f} {unit} in torch's products; the cheapest of all plans over "
+        f"{least.tensors} tensors and {least.contractions} contractions {verb} {scale * least.price:,.1f} {unit}"
     )
 
 

@@ -64,10 +64,10 @@ def test_without_sharing_every_weight_is_merged_on_its_own():
 
 def test_without_padding_bonds_stay_as_they_are():
     uneven = replace(SETTING, rank=6)
-    assert bonds(graphs_of(WHOLE, uneven)[0]) == {"16"} and bonds(graphs_of(PARTS["padding"], uneven)[0]) == {"1"}
-    assert choose.CPU_BOND_MULTIPLE == 16
-    assert bonds(graphs_of(WHOLE, uneven)[0]) == {"16"}  # nothing unpadded is left in a cache
-    assert UNEVEN_RANK % 16 and PARTS["padding"].rank == UNEVEN_RANK
+    assert bonds(graphs_of(WHOLE, uneven)[0]) == {"8"} and bonds(graphs_of(PARTS["padding"], uneven)[0]) == {"1"}
+    assert choose.CPU_BOND_MULTIPLE == 8
+    assert bonds(graphs_of(WHOLE, uneven)[0]) == {"8"}  # nothing unpadded is left in a cache
+    assert UNEVEN_RANK % 8 and PARTS["padding"].rank == UNEVEN_RANK
 
 
 def test_without_the_joint_plan_it_is_the_one_of_fewest_operations_in_the_forward():

@@ -55,7 +55,7 @@ def test_figures_by_hand() -> None:
     assert figures(rows, "bytes") == flops  # two bytes a FLOP here: only the rate differs
 
 
-MERGE_BACKWARD = torch.ops.comera.merge_backward.default
+STACKING = (torch.ops.comera.stack_packed.default, torch.ops.comera.join_cores.default)
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
@@ -77,10 +77,14 @@ def test_what_is_timed_has_the_products_of_the_plan() -> None:
         packed, x = torch.randn(TINY.shape.numel), torch.randn(TINY.rows, TINY.inner)
         graph = traced(plan, packed, x, torch.randn(TINY.rows, TINY.out)).graph
         products = [n for n in graph.nodes if n.target in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)]
-        # Merging is one operator each way, but where W is rebuilt.
-        merges = [n for n in graph.nodes if n.target in (torch.ops.comera.merge.default, MERGE_BACKWARD)]
-        assert len(merges) == (0 if plan.dense else 2)
-        assert len(products) == 3 * (len(plan.apply.steps) + (len(plan.merge.steps) if plan.dense else 0))
+        # Merging is one operator each way, but where W is rebuilt; two merged halves are applied by three operators.
+        targets = [n.target for n in graph.nodes if n.op == "call_function" and n.target not in STACKING]
+        own = [t.name() for t in targets if "comera" in str(t)]
+        merging = [] if plan.dense else ["comera::merge"]
+        applying = ["comera::narrow", "comera::wide", "comera::skinny_backward"] if plan.merged else []
+        assert own == [*merging, *applying, *(f"{name}_backward" for name in merging)]
+        steps = () if plan.merged else plan.apply.steps
+        assert len(products) == 3 * (len(steps) + (len(plan.merge.steps) if plan.dense else 0))
 
 
 def chain(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from comera_compile.codegen.apply_merged import ApplyMerged, has_kernels
 from comera_compile.codegen.contract import contract, viewed
 from comera_compile.codegen.cpu import merge_kernels
 from comera_compile.codegen.layer_stack import join_cores, stack_packed
@@ -51,10 +52,13 @@ def apply_operands(plan_text: str, x: torch.Tensor, bias: torch.Tensor | None, *
     """
     dtype = _compute_dtype(x, operands if bias is None else (*operands, bias))
     bias = None if bias is None else bias.to(dtype)
+    x, operands, plan = x.to(dtype), tuple(o.to(dtype) for o in operands), LinearPlan.decode(plan_text)
     with torch.autocast(x.device.type, enabled=False):
-        y: torch.Tensor = ApplyOperands.apply(  # type: ignore[no-untyped-call]
-            plan_text, x.to(dtype), bias, *(o.to(dtype) for o in operands)
-        )
+        if has_kernels(plan, x, bias, operands):
+            halves = operands[::-1] if plan.contracts == "cols" else operands
+            y: torch.Tensor = ApplyMerged.apply(x, bias, *halves)  # type: ignore[no-untyped-call]
+        else:
+            y = ApplyOperands.apply(plan_text, x, bias, *operands)  # type: ignore[no-untyped-call]
     return y
 
 

@@ -55,7 +55,11 @@ class SavedTensors:
     def __init__(self, joint: JointGraph) -> None:
         self.pieces = _reaching(joint.pieces)
         self._kept = frozenset(p.node for p in self.pieces if p.kept)
-        self._kept |= _anchors(self.pieces, self.at_rate(_MOST_RATE).again)
+        rebuilt = self.at_rate(_MOST_RATE).again
+        self._kept |= _anchors(self.pieces, rebuilt)
+        # The least choice would go back through bonds as well. Kept are some that no lower rate rebuilds either, so that
+        # the choices stay one inside the next.
+        self._kept |= _anchors(self.pieces, self.least().again) - rebuilt
 
     def at_rate(self, rate: float, kept: AbstractSet[fx.Node] = frozenset()) -> Choice:
         """The best choice where a byte less may take ``rate`` bytes' worth of work; ``kept`` are not rebuilt."""

@@ -26,6 +26,8 @@ AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 # Operations in the time that a byte takes, for a large product; half of it where the smallest size is this.
 _FLOPS_PER_BYTE, _HALF_RATE_SIZE = 5.6, 12
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm"})
+# Operators of this package, all of them products.
+_OWN = frozenset({"narrow", "wide"})
 # Functions that take longer than moving their operands, and how many times as long.
 _COSTLY, _COSTLY_PASSES = {"exp", "erf", "tanh", "gelu", "silu", "sigmoid", "log", "pow", "sin", "cos", "_softmax"}, 3.0
 # Operations that give the same result each time and are no pointwise functions of their inputs.
@@ -120,7 +122,7 @@ def is_size(node: fx.Node) -> bool:
 def is_product(node: fx.Node) -> bool:
     """Whether a node is a matrix product."""
     op = torch_partition.operator_of(node)
-    return op is not None and op.name in _PRODUCTS
+    return op is not None and (op.name in _PRODUCTS or _is_own(op))
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,11 @@ def _backward_nodes(graph: fx.Graph) -> set[fx.Node]:
 def _is_repeatable(op: torch_partition.Operator) -> bool:
     once = op.writes or any(tag in op.tags for tag in _ONLY_ONCE)
     known = op.namespace in ("aten", "prims") and (torch.Tag.pointwise in op.tags or op.name in _REPEATABLE)
-    return known and not once
+    return (known or _is_own(op)) and not once
+
+
+def _is_own(op: torch_partition.Operator) -> bool:
+    return op.namespace == "comera" and op.name in _OWN
 
 
 def _work(node: fx.Node) -> float | None:
@@ -208,11 +214,14 @@ def _work(node: fx.Node) -> float | None:
     if torch.Tag.pointwise in op.tags:
         return 0.5 * passes * result  # fused with its neighbours: only a part of the traffic is its own
     moved = passes * (result + sum(hinted_bytes(n.meta.get("val")) for n in node.all_input_nodes))
-    return max(moved, _product_work(node)) if op.name in _PRODUCTS else moved
+    return max(moved, _product_work(node, own=_is_own(op))) if is_product(node) else moved
 
 
-def _product_work(node: fx.Node) -> float:
-    left, right = [a.meta["val"] for a in node.args if isinstance(a, fx.Node)][-2:]  # a summand comes before them
-    sizes = [torch_private.size_hint(s) for s in (*left.shape, right.shape[-1])]
+def _product_work(node: fx.Node, *, own: bool) -> float:
+    factors = [a.meta["val"] for a in node.args if isinstance(a, fx.Node)]
+    # torch's have a summand ahead of both factors, this package's behind them, and its right one is [bond, size]
+    left, right = factors[:2] if own else factors[-2:]
+    result = node.meta["val"] if own else right
+    sizes = [torch_private.size_hint(s) for s in (*left.shape, result.shape[-1])]
     narrow = min(sizes[-3:])
     return 2.0 * math.prod(sizes) / _FLOPS_PER_BYTE * (narrow + _HALF_RATE_SIZE) / max(1, narrow)

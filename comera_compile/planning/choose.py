@@ -11,7 +11,8 @@ from comera_compile.planning.device_model import DeviceModel, shipped_model
 from comera_compile.planning.linear_plan import LinearPlan, Side, candidates
 from comera_compile.tt.shape import TTShape
 
-CPU_BOND_MULTIPLE = 16
+# Elements of a vector of an AVX2 register: a bond in between would be filled up to it anyway.
+CPU_BOND_MULTIPLE = 8
 _LARGEST_ROWS = 1 << 20
 _MAX_RANGES = 3
 

@@ -8,11 +8,12 @@ for each tensor that the product needs, or leaves, in another order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from comera_compile.errors import OptionError
 from comera_compile.planning.device_model import CUDA_MODEL, DeviceModel, cpu_model
+from comera_compile.planning.kernel_times import ITEMSIZES
 from comera_compile.planning.linear_plan import LinearPlan, Side
 from comera_compile.planning.program import Program
 from comera_compile.planning.step import Axes, Sizes, Step, Tensor
@@ -88,7 +89,22 @@ def cost_by_rows(
     together = steps_cost(merge, {**plan.core_sizes, "l": layers}, device, itemsize)
     once = Cost(together.flops // layers, together.bytes // layers, together.seconds / layers)
     works = [_count(step, plan.operand_sizes) for step in _all_steps(plan.apply, training)]
-    return lambda rows: once + _cost(works, rows, device, itemsize)
+    kernels = device.kernels
+    if kernels is not None and merge and not plan.dense and itemsize in ITEMSIZES:
+        once = replace(once, seconds=kernels.merge_seconds(together.flops, training=training) / layers)
+    if kernels is None or not plan.merged or not kernels.takes(plan.bond, itemsize):
+        return lambda rows: once + _cost(works, rows, device, itemsize)
+
+    def by_kernels(rows: int) -> Cost:
+        seconds = kernels.apply_seconds(rows, *_widths(plan), plan.bond, training=training)
+        steps = _cost(works, rows, device, itemsize)
+        return once + replace(steps, seconds=max(seconds, steps.bytes / device.bytes_per_second))
+
+    return by_kernels
+
+
+def _widths(plan: LinearPlan) -> tuple[int, int]:
+    return plan.shape.rows, plan.shape.cols
 
 
 def dense_cost(

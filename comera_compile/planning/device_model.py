@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+from comera_compile.planning.kernel_times import KernelTimes, shipped_kernel_times
+
 # How the two operands of a product lie in memory: n row by row, t transposed. Both transposed is rare: as far above
 # "tn" as "nt" is above "nn".
 FORMS = ("nn", "nt", "tn")
@@ -95,6 +97,7 @@ class DeviceModel:
         copies: measured (bytes of a tensor, seconds of its copy), ascending, for each of ``COPY_KINDS``; or none.
         products: measured times of one product, a table for each of ``FORMS``; or none.
         batched: the same for each matrix of a batched product, its launch apart.
+        kernels: figures of this package's own operators, or None where they do not run.
         source: where the figures are from; plays no part in comparisons.
     """
 
@@ -108,6 +111,7 @@ class DeviceModel:
     copies: tuple[CopyTimes, ...] = ()
     products: tuple[ProductTimes, ...] = ()
     batched: tuple[ProductTimes, ...] = ()
+    kernels: KernelTimes | None = None
     source: str = field(default="shipped figures", compare=False)
 
     def __hash__(self) -> int:
@@ -183,7 +187,7 @@ class DeviceModel:
         """A JSON object from which :meth:`from_json` makes an equal model."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         tables = {n: [[t.sizes, t.log_seconds] for t in plain[n]] for n in ("products", "batched")}
-        return {**plain, **tables}
+        return {**plain, **tables, "kernels": self.kernels and self.kernels.to_json()}
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> DeviceModel:
@@ -221,6 +225,7 @@ def _from_json(value: Mapping[str, Any]) -> DeviceModel:
         copies=copies,
         products=products,
         batched=batched,
+        kernels=None if value["kernels"] is None else KernelTimes.from_json(value["kernels"]),
         source=str(value["source"]),
     )
 
@@ -233,7 +238,8 @@ CUDA_MODEL = DeviceModel(4e13, 2.5e12, 5e-6, 5e-9, 24.0)
 
 def cpu_model(threads: int) -> DeviceModel:
     """Shipped figures for a CPU with that many threads."""
-    return DeviceModel(_CPU_CORE_FLOPS * threads, 2.5e10, 4e-6, 3e-7, 12.0)
+    kernels = shipped_kernel_times(threads)
+    return DeviceModel(_CPU_CORE_FLOPS * threads, 2.5e10, 4e-6, 3e-7, 12.0, kernels=kernels)
 
 
 def shipped_model(device_type: str, threads: int) -> DeviceModel:

@@ -2,7 +2,8 @@
 
 What runs is one of the groupings of ``linear_plan``: few, closed under every number of rows, and cheap to compare. The
 search goes through every plan over the candidate DAG, forward and backward together, whose cheapest plan is nearly
-always a grouping too; where it is not, this says by how much.
+always a grouping too; where it is not, this says by how much. Every contraction is one of torch's products here, so a
+grouping has to be priced without this package's own operators to be held against it.
 """
 
 from __future__ import annotations

@@ -7,9 +7,11 @@ a few microseconds of arithmetic each, and as many kernels for Inductor to look 
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,8 +54,11 @@ def _library() -> ctypes.CDLL | None:
     folder = Path(__file__).parent
     library = load_library(*((folder / name).read_text() for name in ("gemm.h", "merge.cpp")))
     if library is not None:
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
         for name in _FUNCTIONS.values():
-            getattr(library, name).restype = None
+            function = getattr(library, name)
+            function.argtypes = [pointer, pointer, number, pointer, pointer, number, pointer, pointer, pointer, number]
+            function.restype = None
     return library
 
 
@@ -95,18 +100,24 @@ def _run(
 ) -> None:
     layers, cores = len(packed), [p.contiguous() for p in packed]
     scratch = new_room(packed[0], (layers * program.scratch,))
-    buffers = [scratch, *operands, *([] if grads is None else [grads])]
+    made = [] if grads is None else [grads]
+    buffers = array("Q", [t.data_ptr() for t in (scratch, *operands, *made)])
+    vectors, factors = array("Q", [c.data_ptr() for c in cores]), array("d", scales)
     library = _library()
     assert library is not None, "merge kernels were called without a library"
     getattr(library, _FUNCTIONS[packed[0].dtype])(
-        ctypes.c_void_p(program.words.buffer_info()[0]),
-        ctypes.c_void_p(program.tables.buffer_info()[0]),
-        ctypes.c_int64(layers),
-        (ctypes.c_void_p * len(buffers))(*(b.data_ptr() for b in buffers)),
-        (ctypes.c_int64 * len(buffers))(*(b.numel() // layers for b in buffers)),
-        ctypes.c_int64(len(buffers)),
-        (ctypes.c_void_p * layers)(*(c.data_ptr() for c in cores)),
-        (ctypes.c_double * layers)(*scales),
-        None if grads is None else ctypes.c_void_p(grads.data_ptr()),
-        ctypes.c_int64(torch.get_num_threads()),
+        _place(program.words),
+        _place(program.tables),
+        layers,
+        _place(buffers),
+        _place(program.steps),
+        len(buffers),
+        _place(vectors),
+        _place(factors),
+        None if grads is None else grads.data_ptr(),
+        torch.get_num_threads(),
     )
+
+
+def _place(values: array[Any]) -> int:
+    return values.buffer_info()[0]

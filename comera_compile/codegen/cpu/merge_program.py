@@ -30,12 +30,14 @@ class MergeProgram:
         words: the instructions, behind five sizes (see ``run`` in merge.cpp).
         tables: offsets that instructions point to.
         scratch: elements of buffer 0 for each layer.
+        steps: elements of each buffer for one layer: how far apart its layers are.
         operands: shape of each operand of one layer.
     """
 
     words: array[int]
     tables: array[int]
     scratch: int
+    steps: array[int]
     operands: tuple[tuple[int, ...], ...]
 
 
@@ -242,7 +244,8 @@ class _Writer:
         size = sum(self.plan.shape.core_sizes)
         head = [self.count, self.room["left"], self.room["right"], self.room["out"], size]
         shapes = tuple(tuple(self.plan.operand_sizes[a] for a in o.axes) for o in self.plan.operands)
-        return MergeProgram(array("q", head + self.words), array("q", self.tables), self.scratch, shapes)
+        steps = array("q", [self.scratch, *(math.prod(s) for s in shapes), size])
+        return MergeProgram(array("q", head + self.words), array("q", self.tables), self.scratch, steps, shapes)
 
 
 def _run_length(offsets: Sequence[int]) -> int:
