@@ -57,8 +57,8 @@ class SavedTensors:
         self._kept = frozenset(p.node for p in self.pieces if p.kept)
         rebuilt = self.at_rate(_MOST_RATE).again
         self._kept |= _anchors(self.pieces, rebuilt)
-        # The least choice would go back through bonds as well. Kept are some that no lower rate rebuilds either, so that
-        # the choices stay one inside the next.
+        # The least choice would go back through bonds as well. Kept are some that no lower rate rebuilds either: the
+        # choices stay one inside the next.
         self._kept |= _anchors(self.pieces, self.least().again) - rebuilt
 
     def at_rate(self, rate: float, kept: AbstractSet[fx.Node] = frozenset()) -> Choice:
