@@ -85,6 +85,7 @@ def compile_graph(
         ComeraError: options, weights or their placement do not allow it; nothing has been changed.
     """
     torch_private.check_compiler(options.inner, example_inputs)
+    torch_private.check_inner_options(options.inner, options.inner_options)
     if convert_called(graph_module, options):
         raise torch_private.Retrace(restart_reason="comera: weights became tensor trains")
     unplanned: list[str] = []

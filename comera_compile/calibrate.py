@@ -135,7 +135,7 @@ def check_device(device: str, threads: int | None, dtype: torch.dtype) -> None:
     if device not in ("cpu", "cuda"):
         raise OptionError(f"device must be 'cpu' or 'cuda', got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
-        raise OptionError("device 'cuda' was asked for, but torch finds no CUDA device here: calibrate 'cpu'")
+        raise OptionError("device 'cuda' was asked for, but torch finds no CUDA device here: use 'cpu'")
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
         raise OptionError(f"threads must be an int of at least 1, got {threads!r}")
     if threads is not None and threads > (os.cpu_count() or threads):

@@ -177,7 +177,7 @@ def _yardstick(plan: LinearPlan, layer: Layer, rows: int, objective: Objective) 
     scale, unit = {"time": (1e6, "us"), "flops": (1e-6, "MFLOP"), "bytes": (1e-6, "MB moved")}[objective]
     verb = "is proven to cost" if least.proven else "was found to cost"
     return (
-        f"predicted {scale * ours:,.1f} {unit} in torch's products; the cheapest of all plans over "
+        f"predicted {scale * ours:,.1f} {unit} in torch's products; the cheapest plan, one axis order a tensor, over "
         f"{least.tensors} tensors and {least.contractions} contractions {verb} {scale * least.price:,.1f} {unit}"
     )
 

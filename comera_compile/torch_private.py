@@ -6,9 +6,10 @@ Checked against torch 2.11 to 2.13. ``check_version`` is called before the first
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
@@ -19,7 +20,7 @@ from torch._dynamo import exc
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel
 
-from comera_compile.errors import ComeraError, CompileError, VersionError
+from comera_compile.errors import ComeraError, CompileError, OptionError, VersionError
 
 OLDEST_TORCH = (2, 11)
 Compiled = Callable[..., Any]
@@ -169,6 +170,23 @@ def check_compiler(inner: str, inputs: Sequence[Any]) -> None:
             f"Inductor needs a C++ compiler and found none: {error}. Install one (Debian, Ubuntu: g++) or set CXX to "
             "it; options={'inner': 'aot_eager'} runs without, slowly"
         ) from error
+
+
+def check_inner_options(inner: str, names: Iterable[str]) -> None:
+    """Refuse config patches that Inductor does not know, before anything is changed.
+
+    Raises:
+        OptionError: names one, and those that it may have been meant for.
+    """
+    if inner != "inductor" or not names:
+        return
+    from torch._inductor import config  # heavy; only when it is what runs
+
+    known = config.get_config_copy()
+    for name in names:
+        if name not in known:
+            near = ", ".join(map(repr, difflib.get_close_matches(name, known, n=3))) or "see torch._inductor.config"
+            raise OptionError(f"inner_options: Inductor {torch.__version__} has no option {name!r}; close: {near}")
 
 
 def compile_inner(

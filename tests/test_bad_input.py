@@ -347,3 +347,24 @@ def test_strict_refuses_an_unplanned_use_and_leaves_the_model_dense():
         compiled(torch.randn(2, 5, 64))
     after = dict(attention.named_parameters())
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_a_patch_that_inductor_does_not_know_is_refused_before_anything_is_changed() -> None:
+    model, x = tiny.Mlp(), torch.randn(6, tiny.WIDTH)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    options = tiny.TENSORIZE | {"inner_options": {"max_autotun": True}}
+    with pytest.raises(OptionError, match=r"inner_options: Inductor .* no option 'max_autotun'; close: 'max_autotune'"):
+        torch.compile(model, backend="comera", options=options)(x)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_a_compiled_loss_that_is_still_there_keeps_the_weights_as_they_are() -> None:
+    model, x = tiny.Mlp(), torch.randn(6, tiny.WIDTH)
+    compiled = torch.compile(model, backend="comera", options=tiny.OPTIONS)
+    loss = compiled(x).square().mean()
+    loss.backward()
+    with pytest.raises(PlacementError, match=r"a loss or output of an earlier step .* \(del loss, output"):
+        comera.densify(compiled)
+    del loss
+    comera.densify(compiled)
+    assert model.fc1.weight.shape == (48, 32)

@@ -97,10 +97,12 @@ def _decide(
         # The sketch sees a little less energy than there is, and hidden entries can still be filled to suit.
         surely_worse = max(2 * max_error + _SKETCH_FLOOR, BEYOND_MENDING if has_hidden(shape) else 0.0)
         if estimate > surely_worse:
-            return _leave_dense(shape, spectrum, estimate, max_error, trained)
+            # of one unfolding: those of the others come on top
+            return _leave_dense(shape, spectrum, f"error at least {estimate:.2g}", estimate, max_error, trained)
     found = _decompose(weight, shape, std, spectrum, tolerance)
     if init == "auto" and found.relative_error > max_error:
-        return _leave_dense(found.shape, spectrum, found.relative_error, max_error, trained)
+        error = found.relative_error
+        return _leave_dense(found.shape, spectrum, f"error {error:.2g}", error, max_error, trained)
     return found
 
 
@@ -163,15 +165,18 @@ def _decompose(weight: Tensor, shape: TTShape, std: float, spectrum: Spectrum, t
     return Encoded(packed, shape, "svd", spectrum.kept, spectrum.kept_if_random, found.relative_error, reason)
 
 
-def _leave_dense(shape: TTShape, spectrum: Spectrum, error: float, max_error: float, trained: str) -> Encoded:
+def _leave_dense(
+    shape: TTShape, spectrum: Spectrum, said: str, error: float, max_error: float, trained: str
+) -> Encoded:
     why = trained if spectrum.random and trained else "structured"
-    reason = f"{why}: {_energy(spectrum)}, error about {error:.2g} > max_error {max_error:g}"
+    reason = f"{why}: {_energy(spectrum)}, {said} > max_error {max_error:g}"
     return Encoded(None, shape, "svd", spectrum.kept, spectrum.kept_if_random, error, reason)
 
 
 def _energy(spectrum: Spectrum) -> str:
     ours, theirs = f"{spectrum.kept:.0%}", f"{spectrum.kept_if_random:.0%}"
-    return f"rank {spectrum.rank} keeps {ours} of its energy (an untrained weight: {theirs})".replace("%", " %")
+    text = f"rank {spectrum.rank} keeps {ours} of its energy as a matrix (an untrained weight: {theirs})"
+    return text.replace("%", " %")
 
 
 def _seed(weight: Tensor, shape: TTShape) -> int:

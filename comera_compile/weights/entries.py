@@ -102,5 +102,9 @@ def _from_dense(value: torch.Tensor, name: str, shape: TTShape, parameter: torch
     encoded = encode(dense, shape, init=policy.init, max_error=policy.max_error, name=name, trained="loaded")
     if encoded.packed is None:
         _log.warning("comera: %s was loaded dense and stays dense: %s", name, encoded.reason)
-        return Entry(dense, None, f"loaded dense: {encoded.reason}")
-    return Entry(encoded.packed, encoded.shape, f"loaded dense: {encoded.reason}")
+        return Entry(dense, None, _loaded(encoded.reason))
+    return Entry(encoded.packed, encoded.shape, _loaded(encoded.reason))
+
+
+def _loaded(reason: str) -> str:
+    return f"loaded dense: {reason.removeprefix('loaded: ')}"

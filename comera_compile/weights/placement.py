@@ -44,10 +44,10 @@ def check_movable(named: Iterable[tuple[str, torch.Tensor]], modules: Iterable[n
         check_whole(name, parameter)
         if _held(parameter):
             raise PlacementError(
-                f"{name} is part of an autograd graph that is still alive (an eager loss or output that is still "
-                "referenced, or a wrapper such as DDP): expected none while the weight changes shape. Delete that loss "
-                "or output (del loss; its backward alone does not free it), or call comera.tensorize(model) before the "
-                "first forward"
+                f"{name} is part of an autograd graph that is still alive (a loss or output of an earlier step that is "
+                "still referenced, or a wrapper such as DDP): expected none while the weight changes shape. Delete "
+                "that loss or output (del loss, output; a backward alone does not free them) and call again, or "
+                "convert the model before its first forward (comera.tensorize)"
             )
 
 
