@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from comera_compile.device_timing import (
     ORDERS,
     STREAM,
     Copy,
+    Kernel,
     Operands,
     Product,
     Run,
@@ -33,6 +35,7 @@ from comera_compile.device_timing import (
 )
 from comera_compile.errors import CalibrationError, OptionError
 from comera_compile.planning.device_model import FORMS, cpu_model
+from comera_compile.planning.kernel_times import KernelTimes
 from tests.small_calibration import SIZES, small
 
 __all__ = ["small"]
@@ -42,6 +45,8 @@ def law(timed: Timed) -> float:
     """Seconds of a made-up device, different for each size and form."""
     if isinstance(timed, Wrapper):
         return 5e-6
+    if isinstance(timed, Kernel):
+        return 1e-5 if timed.name == "call" else 1e-3 * (1 + timed.bond)
     if isinstance(timed, Copy):
         return 1e-9 * timed.numel * (0.1 if timed.order == STREAM else 1 + ORDERS.index(timed.order))
     form = 1 + FORMS.index(timed.form)
@@ -147,6 +152,27 @@ def test_the_model_predicts_what_was_measured(monkeypatch: pytest.MonkeyPatch) -
     copied = [model.copy_seconds(4 * 1024, kind) for kind in range(3)]  # elements of four bytes
     assert copied == pytest.approx([6024e-9, 7048e-9, 8072e-9])
     assert model.bytes_per_second == pytest.approx(2 * 4 / 0.1e-9)
+    assert model.kernels is not None and model.kernels.call_seconds == 1e-5
+    for bond in (8, 16, 32, 64, 128):  # what was timed is given back: 384 rows through 768 x 768, each way
+        forward, both = (model.kernels.apply_seconds(384, 768, 768, bond, training=t) for t in (False, True))
+        assert forward == pytest.approx(law(Kernel("forward", bond)))
+        assert both - forward == pytest.approx(law(Kernel("backward", bond)))
+
+
+def test_operators_have_the_rates_of_the_bonds_next_to_theirs() -> None:
+    times = KernelTimes(1e-6, ((8, 1e9), (16, 3e9)), ((8, 1e9),), 2e9)
+    work = 2 * 100 * (30 + 70)  # FLOPs of 100 rows and a bond of one
+    for bond, rate in ((1, 1e9), (8, 1e9), (12, 2e9), (16, 3e9), (64, 3e9)):
+        seconds = times.apply_seconds(100, 30, 70, bond, training=False)
+        assert seconds == pytest.approx(2e-6 + work * bond / rate)
+        trained = times.apply_seconds(100, 30, 70, bond, training=True)
+        assert trained - seconds == pytest.approx(1e-6 + 2 * work * bond / 1e9)
+    assert times.merge_seconds(4000, training=True) == pytest.approx(2e-6 + 2e-6)
+    assert times.takes(128, 4) and not times.takes(129, 4) and not times.takes(8, 2)
+    assert KernelTimes.from_json(json.loads(json.dumps(times.to_json()))) == times
+    for wrong in ({"call_seconds": 0.0}, {"merge_rate": math.inf}, {"forward": ((8, -1.0),)}, {"backward": ()}):
+        with pytest.raises(ValueError, match="must be positive"):
+            replace(times, **wrong)  # type: ignore[arg-type]
 
 
 def test_a_calibration_is_stored_and_found_again(small: Path) -> None:

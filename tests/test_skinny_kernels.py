@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +23,7 @@ from comera_compile.tt.factorize import choose_shape
 
 # Largest error relative to the largest sum of absolute values: a sum that cancels has no digits of its own.
 BARS = {torch.float64: 1e-15, torch.float32: 4e-7}
+ROOT = Path(__file__).resolve().parents[1]
 ROWS = (0, 1, 7, 100, 129)
 SIZES = ((1, 1), (17, 5), (97, 200), (96, 31), (768, 96))
 
@@ -179,6 +184,15 @@ def test_the_same_as_the_steps_of_the_plan(needs_x: bool, with_bias: bool) -> No
         assert (ours is None) == (right is None)
         if right is not None:
             torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-12)
+
+
+def test_with_fewer_threads_than_asked_for() -> None:
+    # OpenMP may give fewer: what the others were to do must be done all the same.
+    script = "import torch; from tests import test_skinny_kernels as t; torch.set_num_threads(4); "
+    script += "drawn = t.draw(100, 97, 200, 12, torch.float64); t.assert_right(t.run(*drawn), drawn)"
+    environment = os.environ | {"OMP_THREAD_LIMIT": "1"}
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_gradcheck() -> None:

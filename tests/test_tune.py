@@ -13,7 +13,7 @@ import torch
 
 from comera_compile import plan_timing, tune
 from comera_compile.plan_timing import time_plans
-from comera_compile.planning.choose import plan_from, plans_by_rows, ranked_plans
+from comera_compile.planning.choose import CPU_BOND_MULTIPLE, plan_from, plans_by_rows, ranked_plans
 from comera_compile.planning.cost import plan_cost
 from comera_compile.planning.linear_plan import LinearPlan, candidates
 from comera_compile.planning.tuned_ranges import plan_at
@@ -37,14 +37,14 @@ def test_ranked_plans_are_all_plans_cheapest_first() -> None:
     for rows in (1, 100, 4096):
         found = ranked_plans(*kind, rows)  # type: ignore[arg-type]
         seconds = [plan_cost(p, rows, LAYER.device).seconds for p in found]
-        assert seconds == sorted(seconds) and set(found) == set(candidates(LAYER.shape, "cols", 16))
+        assert seconds == sorted(seconds) and set(found) == set(candidates(LAYER.shape, "cols", CPU_BOND_MULTIPLE))
         flops = [plan_cost(p, rows, LAYER.device).flops for p in ranked_plans(*kind, rows, None, "flops")]  # type: ignore[arg-type]
         assert flops == sorted(flops)
     assert ranked_plans(*kind, 1)[0] == plans_by_rows(*kind)[0].plan  # type: ignore[arg-type]
 
 
 def test_a_plan_is_read_back_for_its_own_layer_and_device() -> None:
-    for plan in candidates(LAYER.shape, "cols", 16):
+    for plan in candidates(LAYER.shape, "cols", CPU_BOND_MULTIPLE):
         assert plan_from(plan.encode(), LAYER.shape, "cols", "cpu") == plan
         with pytest.raises(ValueError, match="not a plan of this layer"):  # padded bonds are for CPUs only
             plan_from(plan.encode(), LAYER.shape, "cols", "cuda")
@@ -79,7 +79,7 @@ def test_a_lead_within_the_noise_keeps_the_prediction(
     faster: float, slower: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Half a percent decides nothing; nor do 15 % where in one round of three the plan is behind by as much.
-    others = [p for p in candidates(LAYER.shape, "cols", 16) if p != predicted(512)]
+    others = [p for p in candidates(LAYER.shape, "cols", CPU_BOND_MULTIPLE) if p != predicted(512)]
     clock.law = lambda plan, rows: 1e-3 / (faster if plan in others else 1.0)
     measured = clock.__call__
 
@@ -164,7 +164,7 @@ def test_a_plan_that_never_loses_its_lead_holds_as_far_as_it_was_measured() -> N
 
 def test_real_times_are_of_every_plan_and_positive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_timing, "_MOST_REPEATS", 2)
-    plans = candidates(TINY.shape, "cols", 16)
+    plans = candidates(TINY.shape, "cols", CPU_BOND_MULTIPLE)
     state = torch.random.get_rng_state()
     with torch.inference_mode():  # as some first calls are
         timing = time_plans(TINY, 10, plans, rounds=3, seconds=1.0)
@@ -183,12 +183,12 @@ def test_real_times_run_with_the_threads_of_the_layer(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(plan_timing, "measure", watched)
     one = Layer(TINY.shape, "rows", "cpu", 1, torch.float64, False)
-    time_plans(one, 3, candidates(one.shape, "rows", 16)[:2], rounds=2, seconds=1.0)
+    time_plans(one, 3, candidates(one.shape, "rows", CPU_BOND_MULTIPLE)[:2], rounds=2, seconds=1.0)
     assert seen == [1] and torch.get_num_threads() == 2
 
 
 def test_what_is_timed_without_training_is_the_forward() -> None:
-    plan = candidates(TINY.shape, "cols", 16)[0]
+    plan = next(p for p in candidates(TINY.shape, "cols", CPU_BOND_MULTIPLE) if p.name == "core by core")
     given = torch.randn(TINY.shape.numel), torch.randn(10, 60), torch.randn(10, 48)
     forward, both = (plan_timing.traced(plan, *given, training=training) for training in (False, True))
     counts = [sum(n.target is torch.ops.aten.mm.default for n in g.graph.nodes) for g in (forward, both)]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from comera_compile import calibrate, tuned_plans, user_cache
-from comera_compile.planning.choose import RowRange, plans_by_rows
+from comera_compile.planning.choose import CPU_BOND_MULTIPLE, RowRange, plans_by_rows
 from comera_compile.planning.linear_plan import LinearPlan, candidates
 from comera_compile.planning.tuned_ranges import Span
 from comera_compile.tt.factorize import choose_shape
@@ -27,8 +27,8 @@ __all__ = ["cache"]
 pytestmark = pytest.mark.usefixtures("cache")
 
 LAYER = Layer(choose_shape(256, 256, format="tt", rank=16), "cols", "cpu", 2, torch.float32, True)
-PLANS = candidates(LAYER.shape, "cols", 16)
-OTHER = candidates(choose_shape(256, 512, format="tt", rank=16), "cols", 16)
+PLANS = candidates(LAYER.shape, "cols", CPU_BOND_MULTIPLE)
+OTHER = candidates(choose_shape(256, 512, format="tt", rank=16), "cols", CPU_BOND_MULTIPLE)
 
 # Stores its measurements one after the other, and says when each is there.
 WRITER = """
@@ -148,9 +148,9 @@ NONSENSE: dict[str, Any] = {
     "unknown plan": nonsense(plan="by magic"),
     "no text": nonsense(plan=3),
     "plan of another shape": nonsense(plan=OTHER[0].encode()),
-    "plan of the other side": nonsense(plan=candidates(LAYER.shape, "rows", 16)[0].encode()),
+    "plan of the other side": nonsense(plan=candidates(LAYER.shape, "rows", CPU_BOND_MULTIPLE)[0].encode()),
     "groups that are none": nonsense(plan=PLANS[0].encode().replace(" 3 ", " 7 ", 1)),
-    "a huge padding": nonsense(plan=PLANS[0].encode().replace(" 16 |", " 1000000007 |", 1)),
+    "a huge padding": nonsense(plan=PLANS[0].encode().replace(f" {CPU_BOND_MULTIPLE} |", " 1000000007 |", 1)),
     "rows that descend": nonsense(rows=[128, 32]),
     "a span elsewhere": nonsense(rows=[1000, 2000]),
     "rows of another kind": nonsense(rows="all"),

@@ -7,13 +7,13 @@ from itertools import pairwise
 
 import pytest
 
-from comera_compile.planning.choose import RowRange
+from comera_compile.planning.choose import CPU_BOND_MULTIPLE, RowRange
 from comera_compile.planning.linear_plan import LinearPlan, candidates
 from comera_compile.planning.tuned_ranges import Span, plan_at, tuned_ranges
 from comera_compile.tt.factorize import choose_shape
 
 # Four plans of one layer; the rule never looks into them.
-A, B, C, D = candidates(choose_shape(256, 256, format="tt", rank=16, order=3), "cols", 16)[:4]
+A, B, C, D = candidates(choose_shape(256, 256, format="tt", rank=16, order=3), "cols", CPU_BOND_MULTIPLE)[:4]
 NAMES = {A: "A", B: "B", C: "C", D: "D"}
 PREDICTED = (RowRange(40, A), RowRange(300, B), RowRange(None, C))
 

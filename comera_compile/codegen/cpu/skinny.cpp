@@ -11,13 +11,11 @@
 // Forward, threads share the rows. Backward, they share the columns: then each gradient of a half belongs to one thread,
 // and only the sum over columns in dh = dy B^T is put together from as many parts as there are threads, in order.
 
+#include <omp.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <memory>
-
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 namespace {
 
@@ -107,18 +105,17 @@ void copy_chunk(const T* from, int64_t row, int64_t rows, int64_t columns, int64
   }
 }
 
+// Runs body(number of this thread, threads, meet). There may be fewer than were asked for: OpenMP has limits of its own.
 template <class Body>
-void each_thread(int64_t threads, const Body& body) {
-  if (threads <= 1) {
-    body(0, [] {});
+void each_thread(int64_t most, const Body& body) {
+  if (most <= 1) {
+    body(0, 1, [] {});
     return;
   }
-#ifdef _OPENMP
-#pragma omp parallel num_threads(static_cast<int>(threads))
-  body(omp_get_thread_num(), [] {
+#pragma omp parallel num_threads(static_cast<int>(most))
+  body(omp_get_thread_num(), omp_get_num_threads(), [] {
 #pragma omp barrier
   });
-#endif
 }
 
 // Share number `k` of `count` things dealt out in units.
@@ -133,11 +130,11 @@ struct Share {
 };
 
 template <class T>
-void narrow(int64_t rows, const T* x, const Half<T>& a, T* h, int64_t threads) {
+void narrow(int64_t rows, const T* x, const Half<T>& a, T* h, int64_t most) {
   const int64_t width = comera::padded(a.bond, comera::WIDTH<T>);
-  threads = std::min(threads, std::max<int64_t>(1, ceil_div(rows, 6)));
+  most = std::min(most, ceil_div(rows, 6));
   const auto packed = room<T>(a.size * width);
-  each_thread(threads, [&](int64_t me, auto meet) {
+  each_thread(most, [&](int64_t me, int64_t threads, auto meet) {
     const Share columns(a.size, 16, me, threads), mine(rows, 6, me, threads);
     pack_transposed(a, columns.first, columns.last - columns.first, width, packed.get() + columns.first * width);
     meet();
@@ -153,11 +150,11 @@ void narrow(int64_t rows, const T* x, const Half<T>& a, T* h, int64_t threads) {
 }
 
 template <class T>
-void wide(int64_t rows, const T* h, const Half<T>& b, T* y, int64_t threads) {
+void wide(int64_t rows, const T* h, const Half<T>& b, T* y, int64_t most) {
   const int64_t panels = ceil_div(b.size, PANEL<T>), terms = b.terms(), step = terms * PANEL<T>;
-  threads = std::min(threads, std::max<int64_t>(1, ceil_div(rows, 6)));
+  most = std::min(most, ceil_div(rows, 6));
   const auto packed = room<T>(panels * step);
-  each_thread(threads, [&](int64_t me, auto meet) {
+  each_thread(most, [&](int64_t me, int64_t threads, auto meet) {
     const Share share(panels, 1, me, threads), mine(rows, 6, me, threads);
     for (int64_t p = share.first; p < share.last; ++p) pack_panel(b, p, packed.get() + p * step);
     meet();
@@ -261,10 +258,10 @@ struct Backward {
     for (int64_t k = 0; k < a.bond; ++k) made.hand_over(k, da + k * a.size);
   }
 
-  void run(int64_t threads) const {
-    threads = std::max<int64_t>(1, std::min(threads, ceil_div(std::max(a.size, b.size), PANEL<T>)));
-    const auto dh = room<T>(threads * rows * width());
-    each_thread(threads, [&](int64_t me, auto meet) {
+  void run(int64_t most) const {
+    most = std::min(most, ceil_div(std::max(a.size, b.size), PANEL<T>));
+    const auto dh = room<T>(std::max<int64_t>(1, most) * rows * width());
+    each_thread(most, [&](int64_t me, int64_t threads, auto meet) {
       outer_side(Share(b.size, PANEL<T>, me, threads), dh.get() + me * rows * width());
       meet();
       inner_side(Share(a.size, PANEL<T>, me, threads), dh.get(), threads);
