@@ -27,8 +27,6 @@ from comera_compile.device_timing import (
     Kernel,
     Operands,
     Product,
-    Run,
-    Timed,
     Timings,
     Wrapper,
     fill,
@@ -153,8 +151,8 @@ def _measure(device: str, dtype: torch.dtype, seconds: float) -> tuple[DeviceMod
     synchronize = torch.cuda.synchronize if device == "cuda" else _nothing
     with torch.inference_mode():
         operands = Operands(device, dtype, _CAPACITY)
-        runs: dict[Timed, Run] = {t: operands.run(t) for t in _grid(largest_product(operands, synchronize))}
-        runs |= kernel_runs(dtype) if device == "cpu" else {}
+        runs = kernel_runs(dtype) if device == "cpu" else {}
+        runs |= {t: operands.run(t) for t in _grid(largest_product(operands, synchronize))}
         timings = measure(runs, seconds, synchronize, torch.get_num_threads() if device == "cpu" else 0)
     threads = f" with {torch.get_num_threads()} threads" if device == "cpu" else ""
     source = f"calibrated on {device_name(device)}{threads}, torch {torch.__version__}"
