@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -17,8 +18,10 @@ from comera_compile.planning.cost import (
     step_cost,
     steps_cost,
 )
+from comera_compile.planning.kernel_times import KernelTimes
 from comera_compile.planning.linear_plan import LinearPlan, Side, candidates
 from comera_compile.planning.step import Step, Tensor
+from comera_compile.tt.factorize import choose_shape
 from comera_compile.tt.shape import TTShape
 
 # CoMERA's own modes and ranks (arXiv 2405.14377) for its attention and feed-forward matrices.
@@ -179,3 +182,24 @@ def test_saved_bytes_by_hand() -> None:
     wide = [s.out.numel({**chained.operand_sizes, "t": 1}) for s in chained.apply.steps[:-1]]
     assert wide == [64 * 12, 8 * 30, 30, 8 * 30, 64 * 12]
     assert saved_bytes(chained, 1000, 4) == 4 * 1000 * sum(wide)
+
+
+def test_merged_plans_are_priced_for_the_operators_that_run_them() -> None:
+    # Two calls forward and one back, at one rate each; merging is a call each way. FLOPs and bytes are the steps'.
+    kernels = KernelTimes(1.0, ((8, 2.0),), ((8, 4.0),), 8.0)
+    device = DeviceModel(1.0, math.inf, 0.0, 0.0, 0.0, kernels=kernels)
+    plans = candidates(choose_shape(48, 32, format="tt", rank=4, order=2), "cols", 8)
+    plan = next(p for p in plans if p.merged)
+    steps, adjoint = plan.merge.steps, plan.merge.backward(plan.merge.input_names)
+    merging = sum(s.flops(plan.core_sizes) for s in (*steps, *adjoint))
+    once = 2 * 100 * 8 * (48 + 32)
+    ours = plan_cost(plan, 100, device)
+    assert ours.seconds == pytest.approx(3 + once / 2 + 2 * once / 4 + 2 + merging / 8)
+    by_steps = plan_cost(plan, 100, replace(device, kernels=None))
+    assert (ours.flops, ours.bytes) == (by_steps.flops, by_steps.bytes) == (3 * once + merging, ours.bytes)
+    # The other plans, other dtypes and wide bonds take torch's products.
+    for other in (p for p in plans if p.dense):
+        assert plan_cost(other, 100, device) == plan_cost(other, 100, replace(device, kernels=None))
+    assert plan_cost(plan, 100, device, 2) == plan_cost(plan, 100, replace(device, kernels=None), 2)
+    # Memory may be what is slow.
+    assert plan_cost(plan, 100, replace(device, bytes_per_second=1e-3)).seconds > 100 * (48 + 32) * 4 / 1e-3

@@ -192,7 +192,7 @@ def test_predicted_times_by_hand(training: bool, monkeypatch: pytest.MonkeyPatch
     assert use.plan == "merge both halves" and use.rows_hint == 600
     assert use.seconds == times * 2 * 600 * 8 * (48 + 32)
     assert use.dense_seconds == times * 2 * 600 * 48 * 32
-    assert line.over_dense == 1.2 and comera.report(model).better_dense == ()
+    assert line.over_dense == 2.4 and comera.report(model).better_dense == ()
 
 
 def test_layers_that_are_better_dense_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
