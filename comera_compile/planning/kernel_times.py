@@ -83,4 +83,4 @@ def shipped_kernel_times(threads: int) -> KernelTimes:
         tuple((bond, threads * gflops * 1e9) for bond, gflops in rates)
         for rates in (((8, 55), (16, 73), (32, 80), (128, 80)), ((8, 50), (16, 66), (32, 70), (128, 70)))
     )
-    return KernelTimes(9e-6, forward, backward, 2e10 * min(threads, 2))
+    return KernelTimes(9e-6, forward, backward, 3e10 * min(threads, 2))
