@@ -15,7 +15,7 @@ from comera_compile.tt.factorize import choose_shape
 
 _SIZE, _ROWS = 768, 384
 _BONDS = (8, 16, 32, 64, 128)
-_MERGED_RANK = 32
+_MERGED_RANKS = (8, 16, 32, 64)
 # A run repeats its operator: the first call after other work waits for code and operands that a step has at hand.
 _REPEATS = 4
 
@@ -28,7 +28,7 @@ def kernel_runs(dtype: torch.dtype) -> dict[Timed, Run]:
     for bond in reversed(_BONDS):  # the shortest last, and a call alone behind them, when nothing is cold any more
         runs[Kernel("forward", bond)] = _forward(_ROWS, _SIZE, bond, dtype)
         runs[Kernel("backward", bond)] = _backward(bond, dtype)
-    runs[Kernel("merge", _MERGED_RANK)] = _merge(_MERGED_RANK, dtype)
+    runs |= {Kernel("merge", rank): _merge(rank, dtype) for rank in reversed(_MERGED_RANKS)}
     runs[Kernel("call", 0)] = _forward(1, 8, 1, dtype, half=True)
     return {kernel: partial(_repeat, run) for kernel, run in runs.items()}
 
@@ -47,8 +47,8 @@ def kernel_times(seconds: Mapping[Kernel, float]) -> KernelTimes | None:
     once = 2 * _ROWS * 2 * _SIZE  # FLOPs of both halves and a bond of one
     forward = tuple((b, _rate(once * b, seconds[Kernel("forward", b)], 2 * call)) for b in _BONDS)
     backward = tuple((b, _rate(2 * once * b, seconds[Kernel("backward", b)], call)) for b in _BONDS)
-    merging = _rate(_merge_flops(_merged(_MERGED_RANK)), seconds[Kernel("merge", _MERGED_RANK)], 2 * call)
-    return KernelTimes(call, forward, backward, merging)
+    merge = tuple((r, _rate(_merge_flops(_merged(r)), seconds[Kernel("merge", r)], 2 * call)) for r in _MERGED_RANKS)
+    return KernelTimes(call, forward, backward, merge)
 
 
 def _rate(flops: int, seconds: float, calls: float) -> float:

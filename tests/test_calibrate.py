@@ -160,17 +160,17 @@ def test_the_model_predicts_what_was_measured(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_operators_have_the_rates_of_the_bonds_next_to_theirs() -> None:
-    times = KernelTimes(1e-6, ((8, 1e9), (16, 3e9)), ((8, 1e9),), 2e9)
+    times = KernelTimes(1e-6, ((8, 1e9), (16, 3e9)), ((8, 1e9),), ((8, 1e9), (16, 3e9)))
     work = 2 * 100 * (30 + 70)  # FLOPs of 100 rows and a bond of one
     for bond, rate in ((1, 1e9), (8, 1e9), (12, 2e9), (16, 3e9), (64, 3e9)):
         seconds = times.apply_seconds(100, 30, 70, bond, training=False)
         assert seconds == pytest.approx(2e-6 + work * bond / rate)
         trained = times.apply_seconds(100, 30, 70, bond, training=True)
         assert trained - seconds == pytest.approx(1e-6 + 2 * work * bond / 1e9)
-    assert times.merge_seconds(4000, training=True) == pytest.approx(2e-6 + 2e-6)
+    assert times.merge_seconds(4000, 12, training=True) == pytest.approx(2e-6 + 2e-6)
     assert times.takes(128, 4) and not times.takes(129, 4) and not times.takes(8, 2)
     assert KernelTimes.from_json(json.loads(json.dumps(times.to_json()))) == times
-    for wrong in ({"call_seconds": 0.0}, {"merge_rate": math.inf}, {"forward": ((8, -1.0),)}, {"backward": ()}):
+    for wrong in ({"call_seconds": 0.0}, {"merge": ((8, math.inf),)}, {"forward": ((8, -1.0),)}, {"backward": ()}):
         with pytest.raises(ValueError, match="must be positive"):
             replace(times, **wrong)  # type: ignore[arg-type]
 
@@ -187,6 +187,10 @@ def test_a_calibration_is_stored_and_found_again(small: Path) -> None:
     # Real times: 64 x 64 x 64 takes longer than 1 x 1 x 1 and less than a millisecond; rates are plausible.
     assert model.launch_seconds <= model.product_seconds(1, 64, 64, 64, 4) < 1e-3
     assert 1e8 < model.flops_per_second < 1e13 and 1e7 < model.bytes_per_second < 1e12
+    assert model.kernels is not None and 1e-7 < model.kernels.call_seconds < 1e-3
+    tables = model.kernels.forward, model.kernels.backward, model.kernels.merge
+    assert [len(rates) for rates in tables] == [5, 5, 4]
+    assert all(1e8 < rate < 1e13 for rates in tables for _, rate in rates)
     assert len(list(small.rglob("*.json"))) == 1
 
 

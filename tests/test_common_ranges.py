@@ -69,7 +69,7 @@ def test_equal_layers_need_nothing() -> None:
 @pytest.mark.parametrize("rank", [8, 16, 32, 64])
 def test_real_layers_lose_little(rank: int, training: bool) -> None:
     # Six sizes with up to ten crossovers become at most four ranges; by the predicted times no layer is slower by more
-    # than 15 %, at any number of rows, than with its own; without gradients, where calls are most of it, 25 %.
+    # than 15 %, at any number of rows, than with its own; without gradients, where calls are most of it, 30 %.
     by_rows = cache(lambda plan: cost_by_rows(plan, cpu_model(2), 4, training=training))
 
     def cost(plan: LinearPlan, rows: int) -> float:
@@ -86,4 +86,4 @@ def test_real_layers_lose_little(rank: int, training: bool) -> None:
     for each, ranges in zip(layers, found, strict=True):
         common = LayerRanges(ranges, cost)
         for rows in {1, 2, 4096, *limits, *(n + 1 for n in limits), *each.limits, *(n + 1 for n in each.limits)}:
-            assert cost(common.plan_at(rows), rows) <= (1.15 if training else 1.25) * cost(each.plan_at(rows), rows)
+            assert cost(common.plan_at(rows), rows) <= (1.15 if training else 1.3) * cost(each.plan_at(rows), rows)

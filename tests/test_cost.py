@@ -186,7 +186,7 @@ def test_saved_bytes_by_hand() -> None:
 
 def test_merged_plans_are_priced_for_the_operators_that_run_them() -> None:
     # Two calls forward and one back, at one rate each; merging is a call each way. FLOPs and bytes are the steps'.
-    kernels = KernelTimes(1.0, ((8, 2.0),), ((8, 4.0),), 8.0)
+    kernels = KernelTimes(1.0, ((8, 2.0),), ((8, 4.0),), ((4, 8.0),))
     device = DeviceModel(1.0, math.inf, 0.0, 0.0, 0.0, kernels=kernels)
     plans = candidates(choose_shape(48, 32, format="tt", rank=4, order=2), "cols", 8)
     plan = next(p for p in plans if p.merged)

@@ -91,7 +91,7 @@ def cost_by_rows(
     works = [_count(step, plan.operand_sizes) for step in _all_steps(plan.apply, training)]
     kernels = device.kernels
     if kernels is not None and merge and not plan.dense and itemsize in ITEMSIZES:
-        once = replace(once, seconds=kernels.merge_seconds(together.flops, training=training) / layers)
+        once = replace(once, seconds=kernels.merge_seconds(together.flops, plan.shape.bond, training=training) / layers)
     if kernels is None or not plan.merged or not kernels.takes(plan.bond, itemsize):
         return lambda rows: once + _cost(works, rows, device, itemsize)
 

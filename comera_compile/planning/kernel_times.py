@@ -22,7 +22,7 @@ class KernelTimes:
         call_seconds: of one call, however little it does.
         forward, backward: (bond, FLOPs per second) of rows through both halves, ascending; in between they are
             interpolated, beyond they stay.
-        merge_rate: FLOPs per second of merging the cores of one layer, and of its gradients.
+        merge: (rank at the bond, FLOPs per second) of merging the cores of one layer, and of its gradients.
 
     Raises:
         ValueError: a figure is not positive, or bonds do not ascend.
@@ -31,11 +31,12 @@ class KernelTimes:
     call_seconds: float
     forward: Rates
     backward: Rates
-    merge_rate: float
+    merge: Rates
 
     def __post_init__(self) -> None:
-        figures = [self.call_seconds, self.merge_rate, *(rate for _, rate in (*self.forward, *self.backward))]
-        bonds = [[bond for bond, _ in rates] for rates in (self.forward, self.backward)]
+        tables = self.forward, self.backward, self.merge
+        figures = [self.call_seconds, *(rate for rates in tables for _, rate in rates)]
+        bonds = [[bond for bond, _ in rates] for rates in tables]
         if not all(math.isfinite(f) and f > 0 for f in figures) or any(b != sorted(set(b)) or not b for b in bonds):
             raise ValueError(f"rates must be positive and bonds ascend, got {self}")
 
@@ -49,9 +50,9 @@ class KernelTimes:
         seconds = 2 * self.call_seconds + products / _between(self.forward, bond)
         return seconds + self.call_seconds + 2 * products / _between(self.backward, bond) if training else seconds
 
-    def merge_seconds(self, flops: int, *, training: bool) -> float:
+    def merge_seconds(self, flops: int, rank: int, *, training: bool) -> float:
         """Time of merging that takes so many FLOPs in all, gradients included with ``training``."""
-        return (1 + training) * self.call_seconds + flops / self.merge_rate
+        return (1 + training) * self.call_seconds + flops / _between(self.merge, rank)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object from which :meth:`from_json` makes an equal one."""
@@ -59,14 +60,14 @@ class KernelTimes:
             "call_seconds": self.call_seconds,
             "forward": self.forward,
             "backward": self.backward,
-            "merge_rate": self.merge_rate,
+            "merge": self.merge,
         }
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> KernelTimes:
         """Inverse of :meth:`to_json`; raises as other readers of JSON do where ``value`` is none of these."""
-        forward, backward = (tuple((int(b), float(r)) for b, r in value[name]) for name in ("forward", "backward"))
-        return KernelTimes(float(value["call_seconds"]), forward, backward, float(value["merge_rate"]))
+        tables = (tuple((int(b), float(r)) for b, r in value[name]) for name in ("forward", "backward", "merge"))
+        return KernelTimes(float(value["call_seconds"]), *tables)
 
 
 def _between(rates: Rates, bond: int) -> float:
@@ -83,4 +84,4 @@ def shipped_kernel_times(threads: int) -> KernelTimes:
         tuple((bond, threads * gflops * 1e9) for bond, gflops in rates)
         for rates in (((8, 55), (16, 73), (32, 80), (128, 80)), ((8, 50), (16, 66), (32, 70), (128, 70)))
     )
-    return KernelTimes(9e-6, forward, backward, 3e10 * min(threads, 2))
+    return KernelTimes(9e-6, forward, backward, ((32, 3e10 * min(threads, 2)),))
