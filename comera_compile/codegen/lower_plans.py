@@ -49,9 +49,8 @@ def _lower(module: fx.GraphModule) -> None:
         replaced[node] = new
         new.meta = _by_plan(node.meta)
         node.replace_all_uses_with(new)
-        graph.erase_node(node)
-    graph.eliminate_dead_code()
-    for marker in [n for n in graph.nodes if n.op == "call_function" and n.target in MARKERS]:
+        _erase_with_weight(graph, node)
+    for marker in filter(_is_marker, list(graph.nodes)):
         with graph.inserting_before(marker):
             dense = graph.call_function(rebuild_dense, marker.args)
         dense.meta = dict(marker.meta)
@@ -59,6 +58,23 @@ def _lower(module: fx.GraphModule) -> None:
         graph.erase_node(marker)
     graph.lint()
     module.recompile()
+
+
+def _erase_with_weight(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase a planned node, and its weight where nothing else reads it: the marker, or a transpose of one.
+
+    Nothing more: Dynamo's graph writes in place, and a write whose result nobody reads only looks like dead code.
+    """
+    inputs = node.all_input_nodes
+    graph.erase_node(node)
+    for weight in inputs:
+        is_weight = _is_marker(weight) or any(map(_is_marker, weight.all_input_nodes))
+        if is_weight and not weight.users:
+            _erase_with_weight(graph, weight)
+
+
+def _is_marker(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in MARKERS
 
 
 def _call(
@@ -82,8 +98,9 @@ def _merge_all(graph: fx.Graph, linears: list[fx.Node]) -> dict[fx.Node, list[fx
         use, plan = node.meta[USE], node.meta[PLAN]
         value = use.packed.meta["example_value"]
         # A rebuilt W is as large as the dense weight: one at a time, where it is needed. A packed vector that the graph
-        # computes may only exist after uses of others.
-        alone = node if plan.dense or use.packed.op != "placeholder" else None
+        # computes may only exist after uses of others, and one that it works on may be another after some uses.
+        settled = use.packed.op == "placeholder" and all(map(_is_marker, use.packed.users))
+        alone = node if plan.dense or not settled else None
         # Uses of one weight share its operands.
         groups[plan, value.dtype, value.device, value.requires_grad, alone][use.packed, use.layout].append(node)
     operands: dict[fx.Node, list[fx.Node]] = {}

@@ -96,6 +96,8 @@ def _linear_operands(node: fx.Node, weight: fx.Node) -> tuple[fx.Node, fx.Node |
     """``(x, bias, whether the op itself transposes the weight)`` of a product of x with the weight, else None."""
     x: Any = None
     bias: Any = None
+    if node.kwargs.get("out") is not None:
+        return None
     if node.target in _LINEAR:
         x, factor, bias = argument(node, 0, "input"), argument(node, 1, "weight"), argument(node, 2, "bias")
         found = (x, bias, True)

@@ -31,11 +31,3 @@ def rows_of(x: fx.Node) -> Any:
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
     """An argument of a call, given by position or by name."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
-
-
-def finish(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Close a rewrite: drop what nothing reads any more, check the graph, generate its code."""
-    graph_module.graph.eliminate_dead_code()
-    graph_module.graph.lint()
-    graph_module.recompile()
-    return graph_module
