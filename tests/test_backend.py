@@ -222,72 +222,6 @@ def test_a_loss_inside_and_outside_the_compiled_code(assert_near: Near) -> None:
         assert_near(inside[name], parameter.grad)
 
 
-def test_autocast_bfloat16(assert_near: Near) -> None:
-    # Weights stay float32 and get float32 gradients; products run in bfloat16 as eager's do.
-    model = tiny.Mlp()
-    call, x = compiled(model), tiny.rows(6, dtype=torch.float32)
-
-    def cast(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        def run(x: Tensor) -> Tensor:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                return f(x)
-
-        return run
-
-    cast(call)(x)
-    assert all(p.dtype == torch.float32 for p in model.parameters())
-    twin = copy.deepcopy(model)
-    ours, theirs = tiny.outcome(cast(call), model, x), tiny.outcome(cast(twin), twin, x)
-    exact = tiny.outcome(twin, twin, x)
-    for name in exact.keys() - {"loss"}:  # a mean of both signs, whose relative error says nothing
-        assert ours[name].dtype == theirs[name].dtype, name
-        # Both round to bfloat16 at other places; ours must not be further from the exact result than eager's.
-        bar = 3 * (theirs[name] - exact[name]).norm() + 0.01 * exact[name].norm()
-        assert (ours[name] - exact[name]).norm() <= bar, name
-
-
-def test_autocast_inside_the_compiled_code() -> None:
-    # The graph then holds enter and exit nodes; the shared merge of the cores runs before the first of them.
-    model = tiny.Mlp()
-
-    @torch.compile(backend="comera", options=tiny.OPTIONS)
-    def call(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return model(x)
-
-    x = tiny.rows(6, dtype=torch.float32)
-    output = call(x)
-    assert output.dtype == torch.bfloat16
-    output.float().pow(2).mean().backward()
-    exact = copy.deepcopy(model)
-    expected = exact(x)
-    expected.pow(2).mean().backward()
-    for ours, theirs in [
-        (output, expected),
-        *((p.grad, q.grad) for p, q in zip(model.parameters(), exact.parameters(), strict=True)),
-    ]:
-        assert (ours.float() - theirs).norm().item() <= 0.05 * theirs.norm().item()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_weights(dtype: torch.dtype, assert_near: Near) -> None:
-    # SVD and the merge exist for float32 only; the cores must come back in the weight's dtype.
-    model = tiny.Mlp().to(dtype)
-    call, x = compiled(model), tiny.rows(6, dtype=dtype)
-    call(x)
-    assert all(p.dtype == dtype for p in model.parameters())
-    tiny.assert_as_eager(call, model, [x], assert_near)
-
-
-def test_mixed_dtypes_fail_as_in_eager() -> None:
-    # bfloat16 weights and float32 input: eager says so too; nothing is cast behind the user's back.
-    model = tiny.Mlp().to(torch.bfloat16)
-    with pytest.raises(RuntimeError, match="dtype"):
-        model(tiny.rows(2, dtype=torch.float32))
-    with pytest.raises(RuntimeError, match="dtype"):
-        compiled(model)(tiny.rows(2, dtype=torch.float32))
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(use_reentrant: bool, assert_near: Near) -> None:
     # The weights are used inside the checkpoint bodies only: the first call has to look into them.
@@ -309,32 +243,6 @@ def test_checkpoint_bodies_hold_planned_contractions() -> None:
     targets = [str(n.target) for g in count.graphs for m in g.modules() if hasattr(m, "graph") for n in m.graph.nodes]
     assert sum("apply_operands" in target for target in targets) == 4
     assert not any("tt_weight" in target or "rebuild_dense" in target for target in targets)
-
-
-def test_a_tied_embedding_and_head_train_one_weight(assert_near: Near) -> None:
-    # The gradient is the sum of both uses, on one Parameter.
-    model = tiny.double(tiny.Tied())
-    call, ids = compiled(model), torch.randint(0, 60, (3, 5))
-    call(ids)
-    assert model.embed._parameters["weight"] is model.head._parameters["weight"]
-    assert comera.report(model)["embed.weight"].decision.shape.format == "ttm"
-    tiny.assert_as_eager(call, model, [ids], assert_near)
-
-
-def test_tied_linear_modules(assert_near: Near) -> None:
-    model = tiny.double(tiny.TiedLinear())
-    call, x = compiled(model), tiny.rows(4)
-    call(x)
-    assert model.first._parameters["weight"] is model.second._parameters["weight"]
-    tiny.assert_as_eager(call, model, [x], assert_near)
-
-
-def test_a_module_called_twice_sums_its_gradients(assert_near: Near) -> None:
-    # A custom autograd function that is given one tensor twice may count it once.
-    model = tiny.double(tiny.Twice())
-    call, x = compiled(model), tiny.rows(4)
-    call(x)
-    tiny.assert_as_eager(call, model, [x], assert_near)
 
 
 def test_gradients_accumulate_over_backwards(assert_near: Near) -> None:
@@ -390,22 +298,6 @@ def test_a_gradient_of_a_gradient_is_refused() -> None:
         torch.autograd.grad(call(x).sum(), x, create_graph=True)[0].sum().backward()
 
 
-def test_a_tied_copy_outside_the_compiled_root(assert_near: Near) -> None:
-    # Only the body is compiled; the head, outside, holds the same weight and runs eagerly.
-    body, head = tiny.double(nn.Linear(tiny.WIDTH, tiny.WIDTH)), tiny.double(nn.Linear(tiny.WIDTH, tiny.WIDTH))
-    head.weight = body.weight
-    call, x = compiled(body), tiny.rows(4)
-    call(x)
-    assert tiny.packed_names(head) == ["weight"]
-    assert torch.equal(head.weight, body.weight) and head.weight.shape == (tiny.WIDTH, tiny.WIDTH)
-    twin_body, twin_head = copy.deepcopy((body, head))
-    tiny.assert_same(
-        tiny.outcome(lambda x: head(call(x)), body, x),
-        tiny.outcome(lambda x: twin_head(twin_body(x)), twin_body, x),
-        assert_near,
-    )
-
-
 def test_multi_head_attention(assert_near: Near) -> None:
     # One opaque call for torch: its weights are rebuilt for it, in training and on the fused path of eval.
     model = tiny.double(nn.TransformerEncoderLayer(tiny.WIDTH, 4, 48, dropout=0.0, batch_first=True))
@@ -447,39 +339,6 @@ def test_a_padding_row_stays_zero_and_pushes_nothing(assert_near: Near) -> None:
         optimizer.step()
     assert tiny.packed_names(model) == ["weight"]
     assert torch.equal(call(padded)[1::2], torch.zeros(40, tiny.WIDTH, dtype=torch.float64))
-
-
-def test_two_compiled_wrappers_share_one_model(assert_near: Near) -> None:
-    # The second wrapper meets weights that are packed already.
-    model = tiny.double(tiny.Mlp())
-    first, second, x = compiled(model), compiled(model), tiny.rows(4)
-    assert_near(first(x), second(x))
-    tiny.assert_as_eager(second, model, [x], assert_near)
-
-
-def test_two_models_of_one_class_do_not_mix(assert_near: Near) -> None:
-    # Their frames share code; options and weights are each model's own.
-    models = [tiny.double(tiny.Mlp()) for _ in range(2)]
-    calls = [
-        torch.compile(m, backend="comera", options=tiny.OPTIONS | {"rank": r})
-        for m, r in zip(models, (2, 4), strict=True)
-    ]
-    x = tiny.rows(4)
-    for call, model, rank in zip(calls, models, (2, 4), strict=True):
-        call(x)
-        assert comera.report(model)["fc1.weight"].decision.shape.bond == rank
-        tiny.assert_as_eager(call, model, [x], assert_near)
-
-
-def test_a_nested_compiled_submodule(assert_near: Near) -> None:
-    # Dynamo inlines the inner wrapper; names carry no trace of it.
-    model = tiny.double(nn.Sequential(nn.Linear(tiny.WIDTH, tiny.WIDTH), tiny.Mlp()))
-    model[1] = torch.compile(model[1], backend="comera", options=tiny.OPTIONS)
-    call, x = compiled(model), tiny.rows(4)
-    call(x)
-    names = [line.decision.name for line in comera.report(model).lines]
-    assert names == ["0.weight", "1.fc1.weight", "1.fc2.weight"]
-    tiny.assert_as_eager(call, model, [x], assert_near)
 
 
 def test_the_backend_object_equals_the_name(assert_near: Near) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import comera_compile as comera
 from comera_compile import errors, pipeline, torch_private
@@ -139,138 +137,7 @@ def test_placeholders_of_symbolic_sizes_have_no_parameter() -> None:
     assert sum(isinstance(v, Tensor) for v in seen) == 3
 
 
-def called(_: fx.GraphModule) -> object:
-    return torch_private.called_module()
-
-
-def test_the_called_module() -> None:
-    # The root of all names: not a submodule that happens to be first in the graph.
-    model, backend = tiny.Checkpointed(use_reentrant=False), watching(called)
-    torch.compile(model, backend=backend)(tiny.rows(3, dtype=torch.float32))
-    assert len(backend.seen) == 1 and backend.seen[0] is model
-
-
-def test_a_called_module_of_torch_itself() -> None:
-    # Dynamo does not compile torch's own forward methods but a function around the call of the module.
-    model, backend = nn.Sequential(nn.Linear(tiny.WIDTH, tiny.WIDTH), nn.ReLU()), watching(called)
-    torch.compile(model, backend=backend)(tiny.rows(3, dtype=torch.float32))
-    assert len(backend.seen) == 1 and backend.seen[0] is model
-
-
-def test_the_called_module_after_a_break_in_a_submodule() -> None:
-    # The submodule's forward is compiled as frames of its own; what the user compiled is further up the stack.
-    model, backend = nn.Sequential(nn.Identity(), tiny.Broken()), watching(called)
-    torch.compile(model, backend=backend)(tiny.rows(3, dtype=torch.float32))
-    assert len(backend.seen) == 2 and all(found is model for found in backend.seen)
-
-
-def test_the_called_module_inside_an_uncompiled_one() -> None:
-    # Only the compiled part counts; its eager parent is not what the user compiled.
-    inner, backend = tiny.Broken(), watching(called)
-    outer = nn.Sequential(nn.Linear(tiny.WIDTH, tiny.WIDTH), torch.compile(inner, backend=backend))
-    outer(tiny.rows(3, dtype=torch.float32))
-    assert len(backend.seen) == 2 and all(found is inner for found in backend.seen)
-
-
-GLOBAL = nn.Linear(tiny.WIDTH, 8)
-
-
-def test_modules_of_a_traced_function() -> None:
-    # No module is called: those that the function can see, each once, give the names.
-    local = nn.Linear(8, 8)
-
-    def both(_: fx.GraphModule) -> object:
-        return torch_private.called_module(), torch_private.traced_modules()
-
-    backend = watching(both)
-
-    @torch.compile(backend=backend)
-    def call(x: Tensor) -> Tensor:
-        return local(local(GLOBAL(x)))
-
-    call(tiny.rows(3, dtype=torch.float32))
-    ((module, visible),) = backend.seen
-    assert module is None and {id(m) for m in visible} >= {id(local), id(GLOBAL)}
-    assert len({id(m) for m in visible}) == len(visible)
-
-
-def test_a_module_of_torchs_own_class_is_visible() -> None:
-    # Dynamo wraps the call of an nn.Sequential into a function, through which the module must still be found.
-    model, backend = nn.Sequential(tiny.Mlp()), watching(lambda _: torch_private.traced_modules())
-    torch.compile(model, backend=backend)(tiny.rows(3, dtype=torch.float32))
-    assert backend.seen == [[model]]
-
-
-def test_outside_of_a_trace_there_is_no_module() -> None:
-    # A torch that keeps its translator elsewhere looks the same; the message says what works without it.
-    for function in (torch_private.called_module, torch_private.traced_modules):
-        with pytest.raises(comera.VersionError, match=r"call comera\.tensorize\(model\) before"):
-            function()
-
-
 # -- live autograd graphs ---------------------------------------------------------------------------------------------
-
-
-def test_has_live_graph_follows_the_graph() -> None:
-    # False before, True as long as anything of the graph is alive, False again after; asking changes nothing.
-    parameter = nn.Parameter(torch.randn(3, 2))
-    assert [torch_private.has_live_graph(parameter) for _ in range(2)] == [False, False]
-    output = (parameter * 2).sum()
-    assert [torch_private.has_live_graph(parameter) for _ in range(2)] == [True, True]
-    output.backward()  # frees what was saved, but the nodes live as long as the output
-    assert torch_private.has_live_graph(parameter)
-    del output
-    assert not torch_private.has_live_graph(parameter) and parameter.grad is not None
-
-
-def test_has_live_graph_of_an_accumulator() -> None:
-    # DDP takes hold of each parameter's accumulator in its constructor, and of the dense shape with it.
-    parameter = nn.Parameter(torch.randn(3, 2))
-    accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
-    assert torch_private.has_live_graph(parameter)
-    del accumulator
-    assert not torch_private.has_live_graph(parameter)
-
-
-def test_has_live_graph_of_what_cannot_have_one() -> None:
-    # Frozen parameters, computed tensors, a copy, and hooks that wait for the next backward.
-    frozen = nn.Parameter(torch.randn(2), requires_grad=False)
-    parameter = nn.Parameter(torch.randn(2))
-    computed = parameter * 2
-    assert not torch_private.has_live_graph(frozen) and not torch_private.has_live_graph(computed)
-    hooked = nn.Parameter(torch.randn(2))
-    hooked.register_hook(lambda grad: grad)
-    hooked.register_post_accumulate_grad_hook(lambda p: None)
-    assert not torch_private.has_live_graph(hooked)
-
-
-@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
-def test_has_live_graph_in_every_grad_mode(guard: Callable[[], Any]) -> None:
-    # The first call may be an evaluation.
-    parameter = nn.Parameter(torch.randn(2))
-    output = parameter.exp()
-    with guard():
-        assert torch_private.has_live_graph(parameter)
-        del output
-        assert not torch_private.has_live_graph(parameter)
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    """A group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
-def test_distributed_data_parallel(process_group: None) -> None:
-    # The wrapper's own module is the root of names; its parameters count as in use.
-    model = tiny.Mlp()
-    wrapped, backend = DistributedDataParallel(model), watching(called)
-    assert all(torch_private.has_live_graph(p) for p in model.parameters())
-    torch.compile(wrapped, backend=backend)(tiny.rows(3, dtype=torch.float32))
-    assert backend.seen and all(found is model for found in backend.seen)
 
 
 # -- lowering ---------------------------------------------------------------------------------------------------------
