@@ -13,7 +13,7 @@ from comera_compile.ledger import PlannedUse
 from comera_compile.planning.cost import dense_cost, plan_cost, saved_bytes
 from comera_compile.planning.linear_plan import LinearPlan
 from comera_compile.planning.uses import PLAN, USE, TTUse
-from comera_compile.tt.marker import MARKERS
+from comera_compile.tt.marker import is_marker
 
 REBUILT = "rebuild W for"
 
@@ -46,7 +46,7 @@ def _planned(module: fx.GraphModule, outer: dict[fx.Node, Any]) -> list[tuple[to
         use = node.meta.get(USE)
         if isinstance(use, TTUse) and isinstance(values.get(use.packed), torch.Tensor):
             found.append((values[use.packed], _describe(use, node.meta[PLAN], len(layers.get(node.meta[PLAN], ())))))
-        if node.target in MARKERS and isinstance(values.get(node.args[0]), torch.Tensor):
+        if is_marker(node) and isinstance(values.get(node.args[0]), torch.Tensor):
             rebuilt = (PlannedUse(f"{REBUILT} {operation}", "any", None, None) for operation in _unplanned(node))
             found += [(values[node.args[0]], use) for use in rebuilt]
         found += _inside(node, module, values)

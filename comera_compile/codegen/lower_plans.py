@@ -15,7 +15,7 @@ from comera_compile.codegen.run_plan import apply_operands, merge_cores
 from comera_compile.planning.attention_plan import AttentionPlan
 from comera_compile.planning.linear_plan import LinearPlan
 from comera_compile.planning.uses import BY_PLAN, PLAN, USE
-from comera_compile.tt.marker import MARKERS, decode
+from comera_compile.tt.marker import decode, is_marker
 from comera_compile.tt.packing import to_dense
 
 
@@ -27,6 +27,7 @@ def rebuild_dense(packed: torch.Tensor, layout: str) -> torch.Tensor:
 
 # Functions that a lowered graph calls: what AOTAutograd's disk cache has to know (see torch_private.cacheable).
 GRAPH_FUNCTIONS = (merge_cores, apply_operands, rebuild_dense, attention_by_products)
+_OURS = (*GRAPH_FUNCTIONS, ttm_lookup._opoverload, torch.unbind, operator.getitem)
 
 
 def lower_plans(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -49,8 +50,9 @@ def _lower(module: fx.GraphModule) -> None:
         replaced[node] = new
         new.meta = _by_plan(node.meta)
         node.replace_all_uses_with(new)
-        _erase_with_weight(graph, node)
-    for marker in filter(_is_marker, list(graph.nodes)):
+        graph.erase_node(node)
+    graph.eliminate_dead_code(_may_write)
+    for marker in filter(is_marker, list(graph.nodes)):
         with graph.inserting_before(marker):
             dense = graph.call_function(rebuild_dense, marker.args)
         dense.meta = dict(marker.meta)
@@ -60,21 +62,15 @@ def _lower(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _erase_with_weight(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase a planned node, and its weight where nothing else reads it: the marker, or a transpose of one.
+def _may_write(node: fx.Node) -> bool:
+    """Whether a node that nothing reads has to stay. Dynamo's graph writes in place, which looks like dead code.
 
-    Nothing more: Dynamo's graph writes in place, and a write whose result nobody reads only looks like dead code.
+    Surely without effect are what this pass puts in, markers, and what has a marker for its only input: writing to one
+    has been refused.
     """
-    inputs = node.all_input_nodes
-    graph.erase_node(node)
-    for weight in inputs:
-        is_weight = _is_marker(weight) or any(map(_is_marker, weight.all_input_nodes))
-        if is_weight and not weight.users:
-            _erase_with_weight(graph, weight)
-
-
-def _is_marker(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in MARKERS
+    ours = node.target in _OURS or is_marker(node)
+    reads_weight = bool(node.all_input_nodes) and all(map(is_marker, node.all_input_nodes))
+    return node.op not in ("call_function", "call_method") or not (ours or reads_weight)
 
 
 def _call(
@@ -99,7 +95,7 @@ def _merge_all(graph: fx.Graph, linears: list[fx.Node]) -> dict[fx.Node, list[fx
         value = use.packed.meta["example_value"]
         # A rebuilt W is as large as the dense weight: one at a time, where it is needed. A packed vector that the graph
         # computes may only exist after uses of others, and one that it works on may be another after some uses.
-        settled = use.packed.op == "placeholder" and all(map(_is_marker, use.packed.users))
+        settled = use.packed.op == "placeholder" and all(map(is_marker, use.packed.users))
         alone = node if plan.dense or not settled else None
         # Uses of one weight share its operands.
         groups[plan, value.dtype, value.device, value.requires_grad, alone][use.packed, use.layout].append(node)

@@ -18,7 +18,7 @@ from comera_compile.errors import CompileError
 from comera_compile.passes.graph_nodes import argument, example, graph_modules
 from comera_compile.planning.linear_plan import Side
 from comera_compile.planning.uses import USE, TTUse
-from comera_compile.tt.marker import MARKERS, decode
+from comera_compile.tt.marker import decode, is_marker
 from comera_compile.tt.shape import TTShape
 
 _LINEAR = (F.linear, torch._C._nn.linear)
@@ -48,11 +48,6 @@ def find_tt_weights(graph_module: fx.GraphModule) -> fx.GraphModule:
             if is_marker(node):
                 _tag_users(node)
     return graph_module
-
-
-def is_marker(node: fx.Node) -> bool:
-    """Whether a node is the marker op."""
-    return node.op == "call_function" and node.target in MARKERS
 
 
 def _tag_users(marker: fx.Node) -> None:

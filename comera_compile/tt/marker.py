@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import fx
 
 from comera_compile.tt.dense_gradient import dense_gradient
 from comera_compile.tt.packing import to_dense
@@ -60,3 +61,8 @@ def _backward_fake(packed: torch.Tensor, grad: torch.Tensor, layout: str) -> tor
 
 tt_weight.register_autograd(_backward, setup_context=_setup_context)
 MARKERS = (torch.ops.comera.tt_weight, torch.ops.comera.tt_weight.default, tt_weight)
+
+
+def is_marker(node: fx.Node) -> bool:
+    """Whether a node of a graph is the marker op."""
+    return node.op == "call_function" and node.target in MARKERS
