@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from comera_compile import ledger, pipeline, torch_partition, torch_private
+from comera_compile.codegen.cpu.build_ahead import build_ahead
 from comera_compile.errors import ComeraError, CompileError, OptionError
 from comera_compile.first_call import convert_called
 from comera_compile.memory_policy import keep_freed_memory
@@ -86,7 +87,9 @@ def compile_graph(
     """
     torch_private.check_compiler(options.inner, example_inputs)
     torch_private.check_inner_options(options.inner, options.inner_options)
-    if convert_called(graph_module, options):
+    converted = convert_called(graph_module, options)
+    _build_kernels(graph_module)
+    if converted:
         raise torch_private.Retrace(restart_reason="comera: weights became tensor trains")
     unplanned: list[str] = []
 
@@ -102,6 +105,14 @@ def compile_graph(
     if partitioner is not None and options.inner == "aot_eager":
         return torch_partition.compile_eagerly(graph_module, example_inputs, partitioner)
     return torch_private.compile_inner(options.inner, graph_module, example_inputs, _patches(options, partitioner))
+
+
+def _build_kernels(graph_module: fx.GraphModule) -> None:
+    """Begin with the libraries that the graph's packed weights will want; tracing them takes as long."""
+    values = map(torch_private.placeholder_value, graph_module.graph.find_nodes(op="placeholder"))
+    on_cpu = [v for v in values if isinstance(v, torch.nn.Parameter) and v.device.type == "cpu"]
+    shapes = [(v.dtype, known.decision.shape) for v in on_cpu if (known := ledger.recall(v)) is not None]
+    build_ahead((dtype, shape) for dtype, shape in shapes if shape is not None)
 
 
 def _fall_back(unplanned: Sequence[str], strict: bool) -> None:

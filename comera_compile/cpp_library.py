@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import cache
+from threading import Thread
 from typing import Any
 
 _log = logging.getLogger("comera_compile")
@@ -19,6 +22,27 @@ _log = logging.getLogger("comera_compile")
 # for fused multiply-adds, which round once less.
 _FLAGS = ("-ffp-contract=fast",)
 
+# What is being built in the background, by process: a fork has the futures, but not the threads that fulfil them.
+_started: dict[tuple[int, str], Future[ctypes.CDLL]] = {}
+
+
+def start_building(*sources: str) -> None:
+    """Begin in the background with what :func:`load_library` will be asked for: compilers take seconds.
+
+    Calls for the same sources after the first do nothing.
+    """
+    key = os.getpid(), "\n".join(sources)
+    if key not in _started:
+        _started[key] = Future()
+        Thread(target=_fulfil, args=(_started[key], key[1]), name="comera-build", daemon=True).start()
+
+
+def _fulfil(promise: Future[ctypes.CDLL], source: str) -> None:
+    try:
+        promise.set_result(_load(source))
+    except BaseException as error:  # belongs to whoever waits for the library
+        promise.set_exception(error)
+
 
 @cache
 def load_library(*sources: str) -> ctypes.CDLL | None:
@@ -26,8 +50,10 @@ def load_library(*sources: str) -> ctypes.CDLL | None:
 
     Functions are declared ``extern "C"``, so that ctypes finds them.
     """
+    source = "\n".join(sources)
+    started = _started.get((os.getpid(), source))
     try:
-        return _load("\n".join(sources))
+        return _load(source) if started is None else started.result()
     except Exception as error:  # whatever a toolchain can do wrong: not found, not installed in full, killed
         reason = " ".join(str(error).split())
         _log.warning(

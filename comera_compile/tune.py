@@ -144,7 +144,7 @@ def _shortlist(layer: Layer, rows: int, ranges: tuple[RowRange, ...]) -> list[Li
     best = layer.seconds(ranked[0], rows)
     predicted = plan_at(rows, ranges)
     near = [found[0] for way in (-1, 1) if (found := _neighbour(rows, predicted, ranges, way))]
-    asked = [plan for plan in ranked[:FEW] + near if layer.seconds(plan, rows) <= WITHIN * best]
+    asked = [plan for plan in (*ranked[:FEW], *near) if layer.seconds(plan, rows) <= WITHIN * best]
     return list(dict.fromkeys([predicted, *asked]))
 
 

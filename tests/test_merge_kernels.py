@@ -139,6 +139,7 @@ def test_without_a_compiler_torch_does_it(monkeypatch: pytest.MonkeyPatch, caplo
         raise RuntimeError("no g++ here")
 
     monkeypatch.setattr(cpp_library, "_load", fail)
+    cpp_library._started.clear()
     cpp_library.load_library.cache_clear()
     merge_kernels._library.cache_clear()
     plan = candidates(SHAPES["order 3"], "cols", 16)[0]

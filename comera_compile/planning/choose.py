@@ -56,6 +56,7 @@ def plans_by_rows(
     return tuple(ranges)
 
 
+@lru_cache(maxsize=1024)
 def ranked_plans(
     shape: TTShape,
     contracts: Side,
@@ -66,12 +67,12 @@ def ranked_plans(
     rows: int,
     device: DeviceModel | None = None,
     objective: Objective = "time",
-) -> list[LinearPlan]:
+) -> tuple[LinearPlan, ...]:
     """Every plan there is, the cheapest at ``rows`` rows first. Arguments as for :func:`plans_by_rows`."""
     device = device or shipped_model(device_type, threads)
     plans = candidates(shape, contracts, _bond_multiple(device_type))
     costs = {p: cost_by_rows(p, device, itemsize, training=training)(rows).by(objective) for p in plans}
-    return sorted(plans, key=costs.__getitem__)
+    return tuple(sorted(plans, key=costs.__getitem__))
 
 
 def plan_from(text: object, shape: TTShape, contracts: Side, device_type: str) -> LinearPlan:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from comera_compile.errors import OptionError
@@ -71,6 +72,7 @@ def steps_cost(steps: Iterable[Step], sizes: Sizes, device: DeviceModel, itemsiz
     return _cost([_count(step, sizes) for step in steps], sizes.get("t", 1), device, itemsize)
 
 
+@lru_cache(maxsize=4096)
 def plan_cost(
     plan: LinearPlan, rows: int, device: DeviceModel, itemsize: int = 4, *, training: bool = True, layers: int = 1
 ) -> Cost:

@@ -1,6 +1,10 @@
-// Entry points of the lookup of a tensor-train-matrix table. ELEMENT is the type of the cores.
+// Entry points of the lookup of a tensor-train-matrix table. ELEMENT is the type of the cores, LAST_COLUMNS the most columns
+// that a row of the last core has (more than a vector: any number).
 #ifndef ELEMENT
 #define ELEMENT float
+#endif
+#ifndef LAST_COLUMNS
+#define LAST_COLUMNS 16
 #endif
 
 namespace comera {
@@ -16,7 +20,10 @@ inline Table read_table(const int64_t* words) {
   return table;
 }
 
-// Checks the ids and runs `run<width of the last slices' vectors>(sizes, index)`.
+// Elements of the vectors that go over slices of the last core.
+constexpr int64_t LANES = LAST_COLUMNS <= WIDTH<ELEMENT> / 2 ? WIDTH<ELEMENT> / 2 : WIDTH<ELEMENT>;
+
+// Checks the ids and runs `run(sizes, index)`.
 template <class I, class F>
 int64_t with_index(const Table& table, double scale, const I* ids, int64_t count, int64_t* wrong, const F& run) {
   using T = ELEMENT;
@@ -28,10 +35,7 @@ int64_t with_index(const Table& table, double scale, const I* ids, int64_t count
     return OUT_OF_RANGE;
   }
   const Index index = make_index(table, ids, count, smallest, largest, ascending);
-  constexpr int FULL = (int)WIDTH<T>, HALF = FULL / 2;
-  if (table.column_mode[table.order - 1] <= HALF)
-    return run(Sizes<T>(table, scale, HALF), index, std::integral_constant<int, HALF>{});
-  return run(Sizes<T>(table, scale, FULL), index, std::integral_constant<int, FULL>{});
+  return run(Sizes<T>(table, scale, LANES), index);
 }
 
 template <class F>
@@ -56,10 +60,10 @@ extern "C" int64_t ttm_lookup(const int64_t* words, double scale, const ELEMENT*
                               int64_t most_sums, int64_t* wrong) {
   using namespace comera;
   const Table table = read_table(words);
-  return guarded(table, scale, ids, id_bytes, count, wrong, [&](const auto& size, const Index& index, auto width) {
+  return guarded(table, scale, ids, id_bytes, count, wrong, [&](const auto& size, const Index& index) {
     for (int64_t place : index.zero) std::memset(rows + place * table.columns, 0, table.columns * sizeof(ELEMENT));
     const Limits limits{threads, least_work, most_sums};
-    if (!index.position.empty()) Forward<ELEMENT, width()>(size, index, packed, rows, limits).run();
+    if (!index.position.empty()) Forward<ELEMENT, LANES>(size, index, packed, rows, limits).run();
     return (int64_t)DONE;
   });
 }
@@ -70,11 +74,11 @@ extern "C" int64_t ttm_lookup_backward(const int64_t* words, double scale, const
                                        int64_t threads, int64_t least_work, int64_t most_sums, int64_t* wrong) {
   using namespace comera;
   const Table table = read_table(words);
-  return guarded(table, scale, ids, id_bytes, count, wrong, [&](const auto& size, const Index& index, auto width) {
+  return guarded(table, scale, ids, id_bytes, count, wrong, [&](const auto& size, const Index& index) {
     if (index.position.empty())
       std::memset(total, 0, size.numel * sizeof(ELEMENT));
     else
-      Backward<ELEMENT, width()>(size, index, packed, grad, total, Limits{threads, least_work, most_sums}).run();
+      Backward<ELEMENT, LANES>(size, index, packed, grad, total, Limits{threads, least_work, most_sums}).run();
     return (int64_t)DONE;
   });
 }

@@ -63,13 +63,22 @@ def applies(packed: Tensor, ids: Tensor, shape: TTShape) -> bool:
     """Whether there is a kernel; builds it when it is first asked for."""
     known = packed.dtype in ELEMENTS and ids.dtype in (torch.int32, torch.int64) and len(shape.row_modes) in ORDERS
     here = packed.device.type == "cpu" and ids.device.type == "cpu" and shape.format == "ttm"
-    return known and here and _library(packed.dtype) is not None
+    return known and here and _library_for(packed.dtype, shape) is not None
+
+
+def sources(dtype: torch.dtype, shape: TTShape) -> tuple[str, ...]:
+    """Texts of the library for a dtype, a key of ``ELEMENTS``, and a table.
+
+    It is made for rows of the last core of up to so many columns, a power of two: that decides which vectors it uses.
+    """
+    folder, columns = Path(__file__).parent, min(16, 1 << (shape.col_modes[-1] - 1).bit_length())
+    head = f"#define ELEMENT {ELEMENTS[dtype]}", f"#define LAST_COLUMNS {columns}"
+    return *head, *((folder / name).read_text() for name in SOURCES)
 
 
 @cache
-def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    folder = Path(__file__).parent
-    library = load_library(f"#define ELEMENT {ELEMENTS[dtype]}", *((folder / name).read_text() for name in SOURCES))
+def _library(*sources: str) -> ctypes.CDLL | None:
+    library = load_library(*sources)
     if library is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         # shape, scale, cores, ids, their size and count; then, behind the tensors, threads, two limits, a wrong id
@@ -79,6 +88,11 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
         library.ttm_lookup_backward.argtypes = [*head, pointer, pointer, *tail]
         library.ttm_lookup.restype = library.ttm_lookup_backward.restype = number
     return library
+
+
+@lru_cache(maxsize=4096)
+def _library_for(dtype: torch.dtype, shape: TTShape) -> ctypes.CDLL | None:
+    return _library(*sources(dtype, shape))
 
 
 @lru_cache(maxsize=4096)
@@ -92,7 +106,7 @@ def _call(name: str, packed: Tensor, ids: Tensor, shape: TTShape, *tensors: Tens
     """Whether it was done; not, if it would take too much memory."""
     ids, packed = ids.contiguous(), packed.contiguous()
     wrong = ctypes.c_int64()
-    status = getattr(_library(packed.dtype), name)(
+    status = getattr(_library_for(packed.dtype, shape), name)(
         _words(shape),
         shape.scale,
         packed.data_ptr(),

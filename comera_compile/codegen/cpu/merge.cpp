@@ -160,12 +160,8 @@ void run(const int64_t* program, const int64_t* tables, int64_t layers, T* const
 
 }  // namespace
 
-#define COMERA_MERGE(NAME, T)                                                                                         \
-  extern "C" void NAME(const int64_t* program, const int64_t* tables, int64_t layers, T* const* buffers,              \
-                       const int64_t* strides, int64_t count, const T* const* cores, const double* scales, T* grads,  \
-                       int64_t threads) {                                                                             \
-    run<T>(program, tables, layers, buffers, strides, count, cores, scales, grads, threads);                          \
-  }
-
-COMERA_MERGE(merge_f32, float)
-COMERA_MERGE(merge_f64, double)
+extern "C" void merge(const int64_t* program, const int64_t* tables, int64_t layers, ELEMENT* const* buffers,
+                      const int64_t* strides, int64_t count, const ELEMENT* const* cores, const double* scales,
+                      ELEMENT* grads, int64_t threads) {
+  run<ELEMENT>(program, tables, layers, buffers, strides, count, cores, scales, grads, threads);
+}

@@ -18,7 +18,7 @@ import torch
 from comera_compile.codegen.cpu.merge_program import MergeProgram, backward_program, forward_program
 from comera_compile.cpp_library import load_library
 
-_FUNCTIONS = {torch.float32: "merge_f32", torch.float64: "merge_f64"}
+ELEMENTS = {torch.float32: "float", torch.float64: "double"}
 
 _operators = torch.library.Library("comera", "FRAGMENT")
 _operators.define("merge(Tensor[] packed, float[] scales, str plan) -> Tensor[]")
@@ -27,8 +27,8 @@ _operators.define("merge_backward(Tensor[] packed, Tensor[] grads, float[] scale
 
 def available(packed: Sequence[torch.Tensor]) -> bool:
     """Whether the operators take these vectors: on the CPU, of a dtype they know, and the library can be built."""
-    known = all(p.device.type == "cpu" and p.dtype in _FUNCTIONS for p in packed)
-    return known and _library() is not None
+    known = all(p.device.type == "cpu" and p.dtype in ELEMENTS for p in packed)
+    return known and all(_library(p.dtype) is not None for p in packed)
 
 
 def merge(packed: Sequence[torch.Tensor], scales: Sequence[float], plan_text: str) -> list[torch.Tensor]:
@@ -49,16 +49,20 @@ def new_room(like: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
     return like.new_empty(size)
 
 
-@cache
-def _library() -> ctypes.CDLL | None:
+def sources(dtype: torch.dtype) -> tuple[str, ...]:
+    """Texts of the library for one dtype, a key of ``ELEMENTS``."""
     folder = Path(__file__).parent
-    library = load_library(*((folder / name).read_text() for name in ("gemm.h", "merge.cpp")))
+    return f"#define ELEMENT {ELEMENTS[dtype]}", *((folder / name).read_text() for name in ("gemm.h", "merge.cpp"))
+
+
+@cache
+def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    library = load_library(*sources(dtype))
     if library is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
-        for name in _FUNCTIONS.values():
-            function = getattr(library, name)
-            function.argtypes = [pointer, pointer, number, pointer, pointer, number, pointer, pointer, pointer, number]
-            function.restype = None
+        layers: list[Any] = [pointer, pointer, number, pointer, pointer, number]
+        library.merge.argtypes = [*layers, pointer, pointer, pointer, number]
+        library.merge.restype = None
     return library
 
 
@@ -103,9 +107,9 @@ def _run(
     made = [] if grads is None else [grads]
     buffers = array("Q", [t.data_ptr() for t in (scratch, *operands, *made)])
     vectors, factors = array("Q", [c.data_ptr() for c in cores]), array("d", scales)
-    library = _library()
+    library = _library(packed[0].dtype)
     assert library is not None, "merge kernels were called without a library"
-    getattr(library, _FUNCTIONS[packed[0].dtype])(
+    library.merge(
         _place(program.words),
         _place(program.tables),
         layers,

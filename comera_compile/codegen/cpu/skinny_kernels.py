@@ -16,7 +16,7 @@ from torch import Tensor
 from comera_compile.cpp_library import load_library
 from comera_compile.planning.kernel_times import MOST_BOND
 
-_SUFFIXES = {torch.float32: "f32", torch.float64: "f64"}
+ELEMENTS = {torch.float32: "f32", torch.float64: "f64"}
 
 _operators = torch.library.Library("comera", "FRAGMENT")
 _operators.define("narrow(Tensor x, Tensor half) -> Tensor")
@@ -29,7 +29,7 @@ _operators.define(
 
 def available(x: Tensor, bond: int) -> bool:
     """Whether the operators take these rows: on the CPU, of a dtype they know, a bond that is narrow, a library."""
-    return x.device.type == "cpu" and x.dtype in _SUFFIXES and 0 < bond <= MOST_BOND and _library() is not None
+    return x.device.type == "cpu" and x.dtype in ELEMENTS and 0 < bond <= MOST_BOND and _library() is not None
 
 
 def narrow(x: Tensor, half: Tensor) -> Tensor:
@@ -64,13 +64,18 @@ def backward(
     return None if first is None else made[0], made[1], made[2], made[3] if needs_bias else None
 
 
+def sources(dtype: torch.dtype) -> tuple[str, ...]:
+    """Texts of the library; there is one for all dtypes of ``ELEMENTS``."""
+    folder = Path(__file__).parent
+    return tuple((folder / name).read_text() for name in ("gemm.h", "skinny.cpp"))
+
+
 @cache
 def _library() -> ctypes.CDLL | None:
-    folder = Path(__file__).parent
-    library = load_library(*((folder / name).read_text() for name in ("gemm.h", "skinny.cpp")))
+    library = load_library(*sources(torch.float32))
     if library is not None:
         for name, sizes, tensors in (("narrow", 3, 3), ("wide", 3, 4), ("backward", 4, 9)):
-            for suffix in _SUFFIXES.values():
+            for suffix in ELEMENTS.values():
                 function = getattr(library, f"{name}_{suffix}")
                 function.argtypes = [*[ctypes.c_int64] * sizes, *[ctypes.c_void_p] * tensors, ctypes.c_int64]
                 function.restype = None
@@ -81,7 +86,7 @@ def _call(name: str, dtype: torch.dtype, sizes: tuple[int, ...], *tensors: Tenso
     library = _library()
     assert library is not None, f"{name} was called without a library"
     places = [None if t is None else t.data_ptr() for t in tensors]
-    getattr(library, f"{name}_{_SUFFIXES[dtype]}")(*sizes, *places, torch.get_num_threads())
+    getattr(library, f"{name}_{ELEMENTS[dtype]}")(*sizes, *places, torch.get_num_threads())
 
 
 @torch.library.impl(_operators, "narrow", "CPU")
