@@ -87,7 +87,7 @@ def test_any_number_of_threads(count: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_nothing_outside_of_the_results_is_written(count: int) -> None:
-    library = kernels._library()
+    library = kernels._library(torch.float32)
     assert library is not None
     for rows, (inputs, outputs), bond in itertools.product((1, 50), SIZES, (3, 8)):
         x, bias, first, second, grad = draw(rows, inputs, outputs, bond, torch.float32)
@@ -95,11 +95,11 @@ def test_nothing_outside_of_the_results_is_written(count: int) -> None:
         bands = [torch.full((t.numel() + 64,), 7.0) for t in (h, grad, x, first, second, bias)]
         h_, y, dx, d_first, d_second, d_bias = (b[32:].data_ptr() for b in bands)
         read = {n: t.data_ptr() for n, t in zip("xbfsgh", (x, bias, first, second, grad, h), strict=True)}
-        library.narrow_f32(rows, inputs, bond, read["x"], read["f"], h_, count)
-        library.wide_f32(rows, outputs, bond, read["h"], read["s"], read["b"], y, count)
+        library.narrow(rows, inputs, bond, read["x"], read["f"], h_, count)
+        library.wide(rows, outputs, bond, read["h"], read["s"], read["b"], y, count)
         halves = read["f"], read["s"]
         made = dx, d_first, d_second, d_bias
-        library.backward_f32(rows, inputs, outputs, bond, read["x"], read["h"], read["g"], *halves, *made, count)
+        library.backward(rows, inputs, outputs, bond, read["x"], read["h"], read["g"], *halves, *made, count)
         assert all((b[:32] == 7).all() and (b[-32:] == 7).all() for b in bands)
 
 
@@ -163,7 +163,7 @@ def test_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert used(plan, x, bias, *operands)
     assert not used(plan, x, bias, operands[0].detach(), operands[1])  # half of the gradients would be for nothing
     assert not used(plan, x.bfloat16(), bias.bfloat16(), *(o.bfloat16() for o in operands))
-    monkeypatch.setattr(kernels, "_library", lambda: None)
+    monkeypatch.setattr(kernels, "_library", lambda dtype: None)
     assert not used(plan, x, bias, *operands)
 
 
@@ -202,8 +202,8 @@ def test_gradcheck() -> None:
 
 def test_functions_are_declared_with_the_types_they_have() -> None:
     # A number given where a pointer is meant would be read as an address.
-    library = kernels._library()
+    library = kernels._library(torch.float64)
     assert library is not None
     for name, sizes, tensors in (("narrow", 3, 3), ("wide", 3, 4), ("backward", 4, 9)):
-        declared = getattr(library, f"{name}_f64").argtypes
+        declared = getattr(library, name).argtypes
         assert declared == [*[ctypes.c_int64] * sizes, *[ctypes.c_void_p] * tensors, ctypes.c_int64]
