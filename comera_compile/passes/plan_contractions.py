@@ -10,7 +10,7 @@ from torch import fx
 
 from comera_compile import torch_private
 from comera_compile.passes.graph_nodes import example, graph_modules, rows_of
-from comera_compile.planning.choose import RowRange, plans_by_rows, ranked_plans
+from comera_compile.planning.choose import RowRange, plans_by_rows
 from comera_compile.planning.common_ranges import LayerRanges, common_ranges
 from comera_compile.planning.cost import Objective, plan_cost
 from comera_compile.planning.linear_plan import LinearPlan
@@ -81,10 +81,7 @@ def _ranges(layers: Mapping[fx.Node, Layer], objective: Objective) -> dict[fx.No
 
 def _own_ranges(layer: Layer, rows: int | None, objective: Objective) -> tuple[RowRange, ...]:
     kind = layer.device_type, layer.threads, layer.dtype.itemsize, layer.training
-    if rows is None:
-        ranges = plans_by_rows(layer.shape, layer.contracts, *kind, layer.device, objective)
-    else:  # one number of rows: the search for crossovers, which takes ten times as long, is spared
-        ranges = (RowRange(None, ranked_plans(layer.shape, layer.contracts, *kind, rows, layer.device, objective)[0]),)
+    ranges = plans_by_rows(layer.shape, layer.contracts, *kind, layer.device, objective)
     # Tuned plans are those that take the least time.
     return ranges_for(layer, ranges, rows) if objective == "time" else ranges
 
