@@ -100,6 +100,8 @@ def test_nothing_outside_of_the_results_is_written(count: int) -> None:
         halves = read["f"], read["s"]
         made = dx, d_first, d_second, d_bias
         library.backward(rows, inputs, outputs, bond, read["x"], read["h"], read["g"], *halves, *made, count)
+        library.wide_backward(rows, outputs, bond, read["h"], read["g"], read["s"], h_, d_second, d_bias, count)
+        library.narrow_backward(rows, inputs, bond, read["x"], read["h"], read["f"], dx, d_first, count)
         assert all((b[:32] == 7).all() and (b[-32:] == 7).all() for b in bands)
 
 
@@ -204,6 +206,7 @@ def test_functions_are_declared_with_the_types_they_have() -> None:
     # A number given where a pointer is meant would be read as an address.
     library = kernels._library(torch.float64)
     assert library is not None
-    for name, sizes, tensors in (("narrow", 3, 3), ("wide", 3, 4), ("backward", 4, 9)):
+    kinds = ("narrow", 3, 3), ("wide", 3, 4), ("narrow_backward", 3, 5), ("wide_backward", 3, 6), ("backward", 4, 9)
+    for name, sizes, tensors in kinds:
         declared = getattr(library, name).argtypes
         assert declared == [*[ctypes.c_int64] * sizes, *[ctypes.c_void_p] * tensors, ctypes.c_int64]
