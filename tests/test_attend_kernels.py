@@ -329,6 +329,8 @@ def test_gradcheck(causal: bool) -> None:
 
 def test_traced_with_sizes_that_change() -> None:
     case = Case(dim=4)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     compiled = torch.compile(
         lambda *given: Attend.apply(case.settings(), *given), backend="aot_eager", dynamic=True, fullgraph=True
     )
