@@ -94,7 +94,7 @@ def compile_graph(
     unplanned: list[str] = []
 
     def observe(name: str, graph: fx.GraphModule) -> None:
-        if name == "plan_contractions":
+        if name == "find_bridges":
             unplanned.extend(record_plans(graph))
 
     if options.keep_memory:

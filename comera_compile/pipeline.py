@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from comera_compile.codegen.lower_plans import GRAPH_FUNCTIONS, lower_plans
+from comera_compile.passes.find_bridges import find_bridges
 from comera_compile.passes.find_tt_weights import find_tt_weights
 from comera_compile.passes.plan_attention import plan_attention
 from comera_compile.passes.plan_contractions import plan_contractions
@@ -29,6 +30,7 @@ def passes(
         ("find_tt_weights", find_tt_weights),
         *measuring,
         ("plan_contractions", partial(plan_contractions, threads=threads, training=training, objective=objective)),
+        ("find_bridges", find_bridges),
         ("plan_attention", plan_attention),
         ("lower_plans", lower_plans),
     ]

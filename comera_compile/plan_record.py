@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from comera_compile.calibrate import calibrated_model
 from comera_compile.ledger import PlannedUse
 from comera_compile.planning.cost import dense_cost, plan_cost, saved_bytes
 from comera_compile.planning.linear_plan import LinearPlan
-from comera_compile.planning.uses import PLAN, USE, TTUse
+from comera_compile.planning.uses import BRIDGE, INSIDE, PLAN, USE, TTUse
 from comera_compile.tt.marker import is_marker
 
 REBUILT = "rebuild W for"
@@ -45,12 +46,20 @@ def _planned(module: fx.GraphModule, outer: dict[fx.Node, Any]) -> list[tuple[to
     for node in module.graph.nodes:
         use = node.meta.get(USE)
         if isinstance(use, TTUse) and isinstance(values.get(use.packed), torch.Tensor):
-            found.append((values[use.packed], _describe(use, node.meta[PLAN], len(layers.get(node.meta[PLAN], ())))))
+            planned = _describe(use, node.meta[PLAN], len(layers.get(node.meta[PLAN], ())))
+            found.append((values[use.packed], replace(planned, plan=planned.plan + _bridged(node))))
         if is_marker(node) and isinstance(values.get(node.args[0]), torch.Tensor):
             rebuilt = (PlannedUse(f"{REBUILT} {operation}", "any", None, None) for operation in _unplanned(node))
             found += [(values[node.args[0]], use) for use in rebuilt]
         found += _inside(node, module, values)
     return found
+
+
+def _bridged(node: fx.Node) -> str:
+    """What is said of a use that runs together with another one."""
+    if BRIDGE in node.meta:
+        return f", from bond to bond through {node.meta[BRIDGE].activation}"
+    return ", its output never stored" if INSIDE in node.meta else ""
 
 
 def _layers_by_plan(module: fx.GraphModule) -> dict[LinearPlan, set[fx.Node]]:

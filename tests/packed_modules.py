@@ -71,7 +71,7 @@ class Stack(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x).tanh()
+            x = layer(x).sin()  # no function that two layers run through as one
         return x
 
 

@@ -49,17 +49,22 @@ def bonds(nodes):
 
 def test_the_whole_is_what_a_user_gets():
     nodes, training = graphs_of(WHOLE)
-    # per encoder six linear layers; equal shapes and plans are merged in one call
-    assert len(calls(nodes, "apply_operands")) == 6 * SIZES.encoders > len(calls(nodes, "merge_cores"))
+    # per encoder six linear layers, two of them one bridge; equal shapes and plans are merged in one call
+    assert (len(calls(nodes, "apply_operands")), len(calls(nodes, "apply_bridge"))) == (
+        4 * SIZES.encoders,
+        SIZES.encoders,
+    )
+    assert len(calls(nodes, "merge_cores")) < 6 * SIZES.encoders
     assert training.done == 1 and len(comera.report(training.model).tensorized) == 7
 
 
 def test_without_sharing_every_weight_is_merged_on_its_own():
     nodes, _ = graphs_of(PARTS["sharing"])
-    assert len(calls(nodes, "merge_cores")) == len(calls(nodes, "apply_operands")) == 6 * SIZES.encoders
+    assert len(calls(nodes, "merge_cores")) == 6 * SIZES.encoders
     # the plans are those of the whole: nothing else was switched off
     together, _ = graphs_of(WHOLE)
-    assert [a[0] for a in calls(nodes, "apply_operands")] == [a[0] for a in calls(together, "apply_operands")]
+    for name, place in (("apply_operands", 0), ("apply_bridge", 1)):
+        assert [a[place] for a in calls(nodes, name)] == [a[place] for a in calls(together, name)]
 
 
 def test_without_padding_bonds_stay_as_they_are():

@@ -89,7 +89,7 @@ def test_a_dynamic_sequence_counts_into_the_rows(three_ranges: list[str]) -> Non
 
 def test_layers_cross_over_together(three_ranges: list[str]) -> None:
     # Equal layers add no guards: three ranges for the whole stack, not three to the power of layers.
-    model = nn.Sequential(*(layer for _ in range(3) for layer in (linear(WIDTH, WIDTH), nn.Tanh())))
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (linear(WIDTH, WIDTH), nn.ELU())))
     capture = Capture()
     for rows in (5, 20, 40, 6, 21, 41):
         assert_as_eager(capture, model, x(rows, WIDTH), dynamic=True)

@@ -159,7 +159,8 @@ def test_saves_much_less_than_torch(kind: str) -> None:
     watching, _ = observed(model, ids)
     torch._dynamo.reset()
     loss = torch.compile(model, backend="comera", options=OPTIONS | {"saved": "all"})(ids)
-    assert 2 * watching.cut.saved < really_saved(loss, model, ids)
+    # A feed-forward block that runs from bond to bond saves nothing wide with either.
+    assert 3 * watching.cut.saved < 2 * really_saved(loss, model, ids)
 
 
 class Wide(nn.Module):

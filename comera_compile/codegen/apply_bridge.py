@@ -6,13 +6,85 @@ Each is traced to its operators, which are leaves; nothing wider than x is kept 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from comera_compile.codegen.apply_merged import has_kernels
 from comera_compile.codegen.contract import viewed
 from comera_compile.codegen.cpu import bridge_kernels, skinny_kernels
+from comera_compile.codegen.run_plan import apply_operands
+from comera_compile.planning.linear_plan import LinearPlan
+
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda u: F.gelu(u, approximate="tanh"),
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+
+
+def apply_bridge(
+    activation: str,
+    texts: Sequence[str],
+    rows: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *operands: Tensor,
+) -> Tensor:
+    """y of a last linear layer whose x is ``act(value)``, or ``act(gate) * value``, of others.
+
+    Args:
+        activation: act.
+        texts: plans of the value's, the gate's (if there is one) and the last layer, all with merged halves.
+        rows: x of the value and of the gate, ``[..., inputs]``.
+        biases: of the layers, in the order of ``texts``.
+        operands: two a layer, in the order of ``texts``.
+    """
+    plans, pairs = [LinearPlan.decode(text) for text in texts], list(zip(operands[::2], operands[1::2], strict=True))
+    if _has_kernels(plans, rows, biases, pairs):
+        return _by_kernels(activation, plans, rows, biases, pairs)
+    value, *gate = (apply_operands(texts[k], x, biases[k], *pairs[k]) for k, x in enumerate(rows))
+    made = _FUNCTIONS[activation](gate[0]) * value if gate else _FUNCTIONS[activation](value)
+    return apply_operands(texts[-1], made, biases[-1], *pairs[-1])
+
+
+def _has_kernels(
+    plans: Sequence[LinearPlan],
+    rows: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    pairs: Sequence[tuple[Tensor, Tensor]],
+) -> bool:
+    """Whether every layer has, as it would alone, and nothing is to be cast."""
+    tensors = [*rows, *(b for b in biases if b is not None), *(o for pair in pairs for o in pair)]
+    if torch.is_autocast_enabled(rows[0].device.type) or any(t.dtype != rows[0].dtype for t in tensors):
+        return False
+    alone = zip(plans, [*rows, rows[0]], biases, pairs, strict=True)
+    bonds = [plan.bond for plan in plans]
+    return all(has_kernels(*layer) for layer in alone) and bridge_kernels.available(rows[0], *bonds)
+
+
+def _by_kernels(
+    activation: str,
+    plans: Sequence[LinearPlan],
+    rows: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    pairs: Sequence[tuple[Tensor, Tensor]],
+) -> Tensor:
+    halves = [pair[::-1] if plan.contracts == "cols" else pair for plan, pair in zip(plans, pairs, strict=True)]
+    sides: list[tuple[Any, Any, Any]] = [
+        (Narrow.apply(x, first), second, bias)  # type: ignore[no-untyped-call]
+        for x, (first, second), bias in zip(rows, halves, biases, strict=False)
+    ]
+    value, gate = sides[0], sides[1] if len(sides) == 2 else (None, None, None)
+    first, second = halves[-1]
+    h = Bridge.apply(*value, *gate, first, activation)  # type: ignore[no-untyped-call]
+    y: Tensor = Wide.apply(h, second, biases[-1])  # type: ignore[no-untyped-call]
+    return viewed(y, [*rows[0].shape[:-1], second.shape[1]])
 
 
 class Narrow(torch.autograd.Function):

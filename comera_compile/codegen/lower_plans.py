@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from comera_compile.codegen.apply_bridge import apply_bridge
 from comera_compile.codegen.attention import attention_by_products
 from comera_compile.codegen.lookup import ttm_lookup
 from comera_compile.codegen.run_plan import apply_operands, merge_cores
 from comera_compile.planning.attention_plan import AttentionPlan
 from comera_compile.planning.linear_plan import LinearPlan
-from comera_compile.planning.uses import BY_PLAN, PLAN, USE
+from comera_compile.planning.uses import BRIDGE, BY_PLAN, INSIDE, PLAN, USE, BridgeUse
 from comera_compile.tt.marker import decode, is_marker
 from comera_compile.tt.packing import to_dense
 
@@ -26,7 +27,7 @@ def rebuild_dense(packed: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 # Functions that a lowered graph calls: what AOTAutograd's disk cache has to know (see torch_private.cacheable).
-GRAPH_FUNCTIONS = (merge_cores, apply_operands, rebuild_dense, attention_by_products)
+GRAPH_FUNCTIONS = (merge_cores, apply_operands, apply_bridge, rebuild_dense, attention_by_products)
 _OURS = (*GRAPH_FUNCTIONS, ttm_lookup._opoverload, torch.unbind, operator.getitem)
 
 
@@ -45,12 +46,16 @@ def _lower(module: fx.GraphModule) -> None:
     operands = _merge_all(graph, linears)
     replaced: dict[fx.Node, fx.Node] = {}
     for node in planned:
+        if INSIDE in node.meta:
+            continue
         with graph.inserting_before(node):
             new = _call(graph, node, operands, replaced)
         replaced[node] = new
         new.meta = _by_plan(node.meta)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
+        for inner in _run_inside(node):
+            graph.erase_node(inner)
     graph.eliminate_dead_code(_may_write)
     for marker in filter(is_marker, list(graph.nodes)):
         with graph.inserting_before(marker):
@@ -81,10 +86,30 @@ def _call(
     if isinstance(plan, AttentionPlan):
         inputs = [replaced.get(n, n) for n in (use.query, use.key, use.value)]
         return graph.call_function(attention_by_products, (*inputs, plan.causal, plan.scale))
+    if BRIDGE in node.meta:
+        return _call_bridge(graph, node, operands, replaced)
     x, bias = (replaced.get(n, n) for n in (use.x, use.bias))  # each may itself have been a planned use
     if isinstance(plan, LinearPlan):
         return graph.call_function(apply_operands, (plan.encode(), x, bias, *operands[node]))
     return graph.call_function(ttm_lookup._opoverload, (use.packed, x, use.layout))
+
+
+def _run_inside(node: fx.Node) -> list[fx.Node]:
+    """What runs as part of a bridge, readers before what they read."""
+    bridge: BridgeUse | None = node.meta.get(BRIDGE)
+    return [] if bridge is None else [*bridge.between, *bridge.firsts]
+
+
+def _call_bridge(
+    graph: fx.Graph, node: fx.Node, operands: dict[fx.Node, list[fx.Node]], replaced: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    bridge: BridgeUse = node.meta[BRIDGE]
+    layers = [*bridge.firsts, node]
+    rows = tuple(replaced.get(n, n) for n in (first.meta[USE].x for first in bridge.firsts))
+    biases = tuple(replaced.get(n, n) for n in (layer.meta[USE].bias for layer in layers))
+    texts = tuple(layer.meta[PLAN].encode() for layer in layers)
+    flat = [operand for layer in layers for operand in operands[layer]]
+    return graph.call_function(apply_bridge, (bridge.activation, texts, rows, biases, *flat))
 
 
 def _merge_all(graph: fx.Graph, linears: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from comera_compile.errors import CompileError
-from comera_compile.passes.graph_nodes import argument, example, graph_modules
+from comera_compile.passes.graph_nodes import argument, called_name, example, graph_modules, writes
 from comera_compile.planning.linear_plan import Side
 from comera_compile.planning.uses import USE, TTUse
 from comera_compile.tt.marker import decode, is_marker
@@ -23,10 +23,6 @@ from comera_compile.tt.shape import TTShape
 
 _LINEAR = (F.linear, torch._C._nn.linear)
 _MATMUL: tuple[Any, ...] = (torch.matmul, torch.mm, operator.matmul)
-_IN_PLACE_OPERATORS = [
-    getattr(operator, f"i{name}")
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-]
 _TRANSPOSES: dict[Any, tuple[Any, ...]] = {
     "t": (),
     "transpose": (0, 1),
@@ -124,20 +120,14 @@ def _is_transpose(node: fx.Node, weight: fx.Node) -> bool:
 def _refuse_writes(marker: fx.Node) -> None:
     for alias in _aliases(marker):
         for user in alias.users:
-            name = user.target if user.op == "call_method" else getattr(user.target, "__name__", "")
-            written = [*user.args[:1], user.kwargs.get("input")] if _writes(user, str(name)) else []
+            name = called_name(user)
+            written = [*user.args[:1], user.kwargs.get("input")] if writes(user) else []
             if any(alias in _flat(target) for target in [*written, user.kwargs.get("out")]):
                 raise CompileError(
                     f"the compiled code writes in place ({name}) to the dense matrix of a tensor-train weight; the "
                     "write would be lost. Do it outside the compiled function, or keep the layer dense with the option "
                     "exclude"
                 )
-
-
-def _writes(node: fx.Node, name: str) -> bool:
-    """Whether an operation writes to its first argument."""
-    in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-    return in_place or node.target is operator.setitem or node.target in _IN_PLACE_OPERATORS
 
 
 def _aliases(node: fx.Node) -> list[fx.Node]:

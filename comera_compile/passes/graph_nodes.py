@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
+
+_IN_PLACE_OPERATORS = [
+    getattr(operator, f"i{name}")
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+]
 
 
 def graph_modules(root: fx.GraphModule) -> Iterator[fx.GraphModule]:
@@ -31,3 +37,15 @@ def rows_of(x: fx.Node) -> Any:
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
     """An argument of a call, given by position or by name."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def called_name(node: fx.Node) -> str:
+    """Name of the method or function that a node calls."""
+    return str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether an operation writes to its first argument."""
+    name = called_name(node)
+    in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    return in_place or node.target is operator.setitem or node.target in _IN_PLACE_OPERATORS

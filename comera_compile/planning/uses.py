@@ -12,6 +12,8 @@ from comera_compile.planning.linear_plan import Side
 # Keys of ``node.meta``.
 USE = "comera_use"
 PLAN = "comera_plan"
+# On the last linear use of a bridge: what it is; on its first ones: that they run as part of it.
+BRIDGE, INSIDE = "comera_bridge", "comera_inside"
 # Key of ``node.meta["custom"]``, which AOTAutograd hands on to the operations that a node is traced into: a plan's.
 BY_PLAN = "comera_by_plan"
 
@@ -44,3 +46,28 @@ class AttentionUse:
     query: fx.Node
     key: fx.Node
     value: fx.Node
+
+
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh"]
+
+
+@dataclass(frozen=True)
+class BridgeUse:
+    """Linear uses that run together with a last one, which reads ``act(value)``, or ``act(gate) * value``.
+
+    Args:
+        value: the first linear use.
+        gate: another one, or None.
+        activation: act.
+        between: nodes between them and the last one, readers before what they read.
+    """
+
+    value: fx.Node
+    gate: fx.Node | None
+    activation: Activation
+    between: tuple[fx.Node, ...]
+
+    @property
+    def firsts(self) -> tuple[fx.Node, ...]:
+        """The linear uses that it begins with."""
+        return (self.value,) if self.gate is None else (self.value, self.gate)

@@ -1,0 +1,134 @@
+"""Linear, pointwise function, linear: which run from bond to bond, which are left alone, and that both are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import comera_compile as comera
+from comera_compile import pipeline
+from comera_compile.codegen.apply_bridge import apply_bridge
+from comera_compile.planning.choose import RowRange
+from comera_compile.planning.linear_plan import LinearPlan, candidates
+
+OPTIONS = {"rank": 4, "init": "random", "min_elements": 0, "inner": "aot_eager"}
+
+
+class Chain(nn.Module):
+    """Two linears of 24 and 40 columns, a gate beside the first, and what is done with them."""
+
+    def __init__(self, between: Callable[[Chain, Tensor], Tensor], *, bias: bool = True) -> None:
+        super().__init__()
+        self.between = between
+        self.up, self.gate = nn.Linear(24, 40, bias=bias), nn.Linear(24, 40, bias=bias)
+        self.down = nn.Linear(40, 24, bias=bias)
+        self.calls = nn.Buffer(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.between(self, x)
+
+
+TAKEN: dict[str, Callable[[Chain, Tensor], Tensor]] = {
+    "relu": lambda m, x: m.down(F.relu(m.up(x))),
+    "relu of a tensor": lambda m, x: m.down(m.up(x).relu()),
+    "relu in place": lambda m, x: m.down(F.relu(m.up(x), inplace=True)),
+    "gelu": lambda m, x: m.down(F.gelu(m.up(x))),
+    "gelu by tanh": lambda m, x: m.down(F.gelu(m.up(x), approximate="tanh")),
+    "silu": lambda m, x: m.down(F.silu(m.up(x))),
+    "gated": lambda m, x: m.down(F.silu(m.gate(x)) * m.up(x)),
+    "gated, the other way round": lambda m, x: m.down(m.up(x) * F.gelu(m.gate(x))),
+    "gated by another input": lambda m, x: m.down(torch.sigmoid(m.gate(x.cos())) * m.up(x)),
+    "residual": lambda m, x: x + m.down(F.gelu(m.up(x))),
+}
+
+
+def _written(m: Chain, x: Tensor) -> Tensor:
+    u = m.up(x)
+    m.calls.add_(1.0)
+    return m.down(F.gelu(u)) * m.calls
+
+
+def _without_gradient(m: Chain, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        u = m.up(x)
+    return m.down(F.gelu(u))
+
+
+LEFT: dict[str, Callable[[Chain, Tensor], Tensor]] = {
+    "the wide tensor is read twice": lambda m, x: m.down(F.gelu(u := m.up(x))) + u.sum(),
+    "the function's result is read twice": lambda m, x: m.down(g := F.gelu(m.up(x))) + g.sum(),
+    "something is written to in between": _written,
+    "gradients are off for the first": _without_gradient,
+    "a gate that is broadcast": lambda m, x: m.down(F.silu(m.gate(x[:1, :1])) * m.up(x)),
+    "a function that is not known": lambda m, x: m.down(F.elu(m.up(x))),
+    "another shape in between": lambda m, x: m.down(F.gelu(m.up(x).flatten(0, -2))),
+    "a gate of no function": lambda m, x: m.down(m.gate(x) * m.up(x)),
+    "a scaled function": lambda m, x: m.down(2.0 * F.gelu(m.up(x))),
+}
+
+
+@pytest.fixture(autouse=True)
+def _merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Halves are merged whole, whatever such small layers would rather have."""
+
+    def merged(shape: object, contracts: object, *_: object) -> tuple[RowRange, ...]:
+        plans: list[LinearPlan] = candidates(shape, contracts, 8)  # type: ignore[arg-type]
+        return (RowRange(None, next(p for p in plans if p.merged)),)
+
+    monkeypatch.setattr("comera_compile.passes.plan_contractions.plans_by_rows", merged)
+    torch._dynamo.reset()
+
+
+def run(model: Chain, x: Tensor) -> tuple[list[Tensor], list[Tensor], int]:
+    """Output and gradients compiled, the same in eager mode with the same cores, and bridges in the graph."""
+    found = 0
+    lower = pipeline.lower_plans
+
+    def watch(graph: fx.GraphModule) -> fx.GraphModule:
+        nonlocal found
+        made = lower(graph)
+        found += sum(n.target is apply_bridge for n in made.graph.nodes)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "lower_plans", watch)
+        comera.tensorize(model, rank=4, init="random", min_elements=0)
+        sides = [_step(torch.compile(model, backend=comera.Backend(**OPTIONS)), model, x), _step(model, model, x)]
+    return sides[0], sides[1], found
+
+
+def _step(call: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad(set_to_none=True)
+    model.get_buffer("calls").zero_()
+    leaf = x.clone().requires_grad_()
+    y = call(leaf)
+    y.backward(torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1)))
+    grads = [leaf.grad, *(p.grad for p in model.parameters())]
+    return [y.detach(), *(g for g in grads if g is not None)]
+
+
+def assert_same(ours: list[Tensor], right: list[Tensor]) -> None:
+    assert len(ours) == len(right)
+    for a, b in zip(ours, right, strict=True):
+        assert a.shape == b.shape and (a - b).abs().max() <= 1e-11 * b.abs().max()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", TAKEN)
+def test_known_chains_run_from_bond_to_bond(name: str, bias: bool) -> None:
+    torch.manual_seed(0)
+    ours, right, found = run(Chain(TAKEN[name], bias=bias).double(), torch.randn(2, 3, 24, dtype=torch.float64))
+    assert found == 1
+    assert_same(ours, right)
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_other_chains_are_left_alone(name: str) -> None:
+    torch.manual_seed(0)
+    ours, right, found = run(Chain(LEFT[name]).double(), torch.randn(2, 3, 24, dtype=torch.float64))
+    assert found == 0
+    assert_same(ours, right)
