@@ -7,6 +7,7 @@ second graph shows marker ops, which the pipeline rewrites into planned contract
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,13 +17,18 @@ from torch import fx
 
 from comera_compile import ledger, pipeline, torch_partition, torch_private
 from comera_compile.codegen.cpu.build_ahead import build_ahead
+from comera_compile.codegen.linear_alone import call_alone
 from comera_compile.errors import ComeraError, CompileError, OptionError
 from comera_compile.first_call import convert_called
+from comera_compile.ledger import SavedBytes
 from comera_compile.memory_policy import keep_freed_memory
 from comera_compile.options import Options
 from comera_compile.passes.count_saved import count_saved
+from comera_compile.passes.graph_nodes import example
 from comera_compile.passes.tag_saved_tensors import tag_saved_tensors
 from comera_compile.plan_record import record_plans
+from comera_compile.planning.alone import Alone
+from comera_compile.planning.uses import ALONE, USE
 from comera_compile.version import code_fingerprint
 from comera_compile.weights.checkpoint import accept_packed_checkpoints
 
@@ -99,8 +105,11 @@ def compile_graph(
 
     if options.keep_memory:
         keep_freed_memory()
-    pipeline.run(graph_module, observe, objective=options.objective, tune=options.tune)
+    pipeline.run(graph_module, observe, objective=options.objective, tune=options.tune, alone=options.may_run_alone)
     _fall_back(unplanned, options.strict)
+    alone = _call_alone(graph_module)
+    if alone is not None:
+        return alone
     partitioner = partitioner_for(options, _recorder(graph_module))
     if partitioner is not None and options.inner == "aot_eager":
         return torch_partition.compile_eagerly(graph_module, example_inputs, partitioner)
@@ -128,11 +137,32 @@ def _fall_back(unplanned: Sequence[str], strict: bool) -> None:
         _log.warning("comera: %s", text)
 
 
-def _recorder(graph_module: fx.GraphModule) -> torch_partition.Observer:
-    """Writes down what the graph saves once it is cut, for the report of the weights that it uses."""
+def _call_alone(graph_module: fx.GraphModule) -> torch_private.Compiled | None:
+    """What runs a graph that is one linear, where it was found to be."""
+    [node] = [n for n in graph_module.graph.nodes if ALONE in n.meta] or [None]
+    if node is None:
+        return None
+    found: Alone = node.meta[ALONE]
+    x = example(node.meta[USE].x)
+    call = call_alone(found, x)
+    if call is not None:
+        rows = torch_private.size_hint(math.prod(x.shape[:-1]))
+        saved = found.saved_elements(rows) * x.dtype.itemsize if example(node).requires_grad else 0
+        _record(graph_module).saved = SavedBytes(saved, 0)
+    return call
+
+
+def _record(graph_module: fx.GraphModule) -> ledger.GraphRecord:
+    """A record of this graph, for the report of the weights that it uses."""
     record = ledger.GraphRecord()
     values = map(torch_private.placeholder_value, graph_module.graph.find_nodes(op="placeholder"))
     ledger.record_graph((v for v in values if isinstance(v, torch.Tensor)), record)
+    return record
+
+
+def _recorder(graph_module: fx.GraphModule) -> torch_partition.Observer:
+    """Writes down what the graph saves once it is cut."""
+    record = _record(graph_module)
 
     def observe(forward: fx.GraphModule, outputs: int) -> None:
         record.saved = count_saved(forward, outputs)

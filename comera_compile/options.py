@@ -110,6 +110,12 @@ class Options:
         """Whether this package says what is saved, and not the inner compiler or a partitioner of the user's."""
         return self.saved != "all" and self.inner in CUTTING and _PARTITIONER not in self.inner_options
 
+    @property
+    def may_run_alone(self) -> bool:
+        """Whether nothing was asked for that only the inner compiler does."""
+        asked = self.saved == "min" or self.saved_bytes is not None or self.cudagraphs or self.inner_options
+        return self.inner == "inductor" and not asked
+
     def _check_saved(self) -> None:
         _check_choice("saved", self.saved, SAVED)
         if self.saved_bytes is not None:

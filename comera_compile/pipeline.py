@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from comera_compile.codegen.lower_plans import GRAPH_FUNCTIONS, lower_plans
+from comera_compile.passes.find_alone import find_alone
 from comera_compile.passes.find_bridges import find_bridges
 from comera_compile.passes.find_tt_weights import find_tt_weights
 from comera_compile.passes.plan_attention import plan_attention
@@ -22,14 +23,17 @@ Observer = Callable[[str, fx.GraphModule], None]
 
 
 def passes(
-    *, threads: int, training: bool, objective: Objective = "time", tune: bool = False
+    *, threads: int, training: bool, objective: Objective = "time", tune: bool = False, alone: bool = False
 ) -> list[tuple[str, Pass]]:
     """Every pass by name, in order, bound to its settings."""
-    measuring = [("tune_graph", partial(tune_graph, threads=threads, training=training))] if tune else []
+    settings: dict[str, Any] = {"threads": threads, "training": training}
+    measuring = [("tune_graph", partial(tune_graph, **settings))] if tune else []
+    looking = [("find_alone", partial(find_alone, **settings, objective=objective))] if alone else []
     return [
         ("find_tt_weights", find_tt_weights),
         *measuring,
-        ("plan_contractions", partial(plan_contractions, threads=threads, training=training, objective=objective)),
+        ("plan_contractions", partial(plan_contractions, **settings, objective=objective)),
+        *looking,
         ("find_bridges", find_bridges),
         ("plan_attention", plan_attention),
         ("lower_plans", lower_plans),
@@ -42,6 +46,7 @@ def run(
     *,
     objective: Objective = "time",
     tune: bool = False,
+    alone: bool = False,
 ) -> fx.GraphModule:
     """Rewrite a traced graph whose weights are packed.
 
@@ -50,9 +55,10 @@ def run(
         observe: called with each pass's name and the graph after it.
         objective: what contractions are chosen by.
         tune: measure plans of layers for which no measurement is stored.
+        alone: whether a graph that is one tensor-train linear may be run without an inner compiler.
     """
     settings: dict[str, Any] = {"threads": torch.get_num_threads(), "training": torch.is_grad_enabled()}
-    for name, rewrite in passes(**settings, objective=objective, tune=tune):
+    for name, rewrite in passes(**settings, objective=objective, tune=tune, alone=alone):
         graph_module = rewrite(graph_module)
         if observe is not None:
             observe(name, graph_module)

@@ -144,6 +144,13 @@ def without_autocast(device_type: str) -> AbstractContextManager[object]:
     return torch.autocast(device_type, enabled=False) if known else nullcontext()
 
 
+def traces_backward() -> bool:
+    """Whether compiled autograd is on, which traces the backward of every operation of autograd."""
+    from torch._dynamo import compiled_autograd, config
+
+    return bool(config.compiled_autograd or compiled_autograd.compiled_autograd_enabled)
+
+
 @contextmanager
 def without_inference_mode() -> Iterator[None]:
     """Ordinary tensors inside, with or without history as the grad mode outside says."""

@@ -14,6 +14,8 @@ USE = "comera_use"
 PLAN = "comera_plan"
 # On the last linear use of a bridge: what it is; on its first ones: that they run as part of it.
 BRIDGE, INSIDE = "comera_bridge", "comera_inside"
+# On the only operation of a graph, where it runs alone: how (``planning/alone.py``).
+ALONE = "comera_alone"
 # Key of ``node.meta["custom"]``, which AOTAutograd hands on to the operations that a node is traced into: a plan's.
 BY_PLAN = "comera_by_plan"
 

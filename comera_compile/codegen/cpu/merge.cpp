@@ -1,12 +1,14 @@
 // Runs a list of small contractions for each of several layers: what merges the cores of a tensor-train weight, and the
 // way back. The list is made by merge_program.py, which also says what each number in it means.
 //
-// Layers are dealt out to the threads where there are enough of them; otherwise the threads share the rows of each large
-// product. Threads meet as rarely as that allows: on a machine that others use too, each meeting can cost a time slice.
+// The list comes in parts that have nothing to do with each other, as the two halves of a weight. Parts of layers are
+// dealt out to the threads where there are enough of them; otherwise the threads share the rows of each large product.
+// Threads meet as rarely as that allows: on a machine that others use too, each meeting can cost a time slice.
 
 #include <omp.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace {
@@ -14,7 +16,7 @@ namespace {
 constexpr int64_t kRows = 48;          // rows of a product that one task computes
 constexpr int64_t kShared = 1 << 19;  // multiplications from which on a product is shared by the threads
 
-enum Kind : int64_t { kProduct = 0, kCopy = 1, kZero = 2 };
+enum Kind : int64_t { kProduct = 0, kCopy = 1, kZero = 2, kScale = 3, kScaleGradient = 4 };
 
 // Where an operand of a product lies: element (i, j) is at rows[i] + cols[j], or at i * row_step + j * col_step. Columns
 // lie side by side in runs.
@@ -60,12 +62,16 @@ void scatter(const Place& place, const T* from, int64_t first, int64_t rows, int
     }
 }
 
-// One layer: its buffers, and room for what a product rearranges.
+// A part of one layer: the layer's buffers, its packed vector with its scale and gradient, and room for what a product
+// rearranges.
 template <class T>
-struct Layer {
+struct Part {
   const int64_t* tables;
   std::vector<T*> buffers;
-  std::vector<T> right_room, task_room;
+  const T* cores;
+  T* grads;
+  T scale;
+  std::unique_ptr<T[]> right_room, task_room;
   int64_t left_size, task_size;
   int threads;
 
@@ -77,19 +83,19 @@ struct Layer {
     const T* b = at(right);
     int64_t b_row = right.row_step;
     if (!right.has_plain_rows(n)) {
-      gather(right, b, 0, k, n, right_room.data());
-      b = right_room.data(), b_row = n;
+      gather(right, b, 0, k, n, right_room.get());
+      b = right_room.get(), b_row = n;
     }
     const int64_t tasks = (m + kRows - 1) / kRows;
     const auto one = [&](int64_t task, T* room) {
       rows(left, out, task * kRows, m - task * kRows < kRows ? m - task * kRows : kRows, n, k, b, b_row, room);
     };
     if (threads == 1 || m * n * k < kShared) {
-      for (int64_t task = 0; task < tasks; ++task) one(task, task_room.data());
+      for (int64_t task = 0; task < tasks; ++task) one(task, task_room.get());
       return;
     }
 #pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t task = 0; task < tasks; ++task) one(task, task_room.data() + omp_get_thread_num() * task_size);
+    for (int64_t task = 0; task < tasks; ++task) one(task, task_room.get() + omp_get_thread_num() * task_size);
   }
 
   void rows(const Place& left, const Place& out, int64_t first, int64_t m, int64_t n, int64_t k, const T* b,
@@ -129,33 +135,40 @@ struct Layer {
       if (words[0] == kProduct) product(words + 2);
       if (words[0] == kCopy) copy(words + 2);
       if (words[0] == kZero) zero(words + 2);
+      if (words[0] == kScale)
+        for (int64_t j = words[2]; j < words[3]; ++j) buffers[0][j] = cores[j] * scale;
+      if (words[0] == kScaleGradient)
+        for (int64_t j = words[2]; j < words[3]; ++j) grads[j] *= scale;
     }
   }
 };
 
 constexpr int kHead = 5;
 
-// program: number of instructions, elements of the largest left block, right operand and result block of a product,
-// elements of a layer's cores; then the instructions. buffers: for each its first layer; strides: from layer to layer.
+// program: number of parts, elements of the largest left block, right operand and result block of a product, elements
+// of a layer's cores; for each part where its instructions begin and how many they are; then the instructions.
+// buffers: for each its first layer; strides: from layer to layer.
 template <class T>
 void run(const int64_t* program, const int64_t* tables, int64_t layers, T* const* buffers, const int64_t* strides,
          int64_t count, const T* const* cores, const double* scales, T* grads, int64_t threads) {
-  const int64_t size = program[4], task_size = program[1] + program[3];
-  const auto one = [&](int64_t layer, int inner) {
-    Layer<T> state{tables, {}, std::vector<T>(program[2]), std::vector<T>(inner * task_size), program[1], task_size, inner};
+  const int64_t parts = program[0], size = program[4], task_size = program[1] + program[3];
+  const auto one = [&](int64_t task, int inner) {
+    const int64_t layer = task / parts, *part = program + kHead + 2 * (task % parts);
+    Part<T> state{tables, {}, cores[layer], grads == nullptr ? nullptr : grads + layer * size};
+    state.scale = static_cast<T>(scales[layer]);
+    state.right_room.reset(new T[program[2]]), state.task_room.reset(new T[inner * task_size]);
+    state.left_size = program[1], state.task_size = task_size, state.threads = inner;
     for (int64_t k = 0; k < count; ++k) state.buffers.push_back(buffers[k] + layer * strides[k]);
-    const T scale = static_cast<T>(scales[layer]);
-    for (int64_t j = 0; j < size; ++j) state.buffers[0][j] = cores[layer][j] * scale;
-    state.run(program + kHead, program[0]);
-    for (int64_t j = 0; grads != nullptr && j < size; ++j) grads[layer * size + j] *= scale;
+    state.run(program + part[0], part[1]);
   };
-  if (layers < threads || threads == 1) {
+  const int64_t tasks = layers * parts;
+  if (tasks < threads || threads == 1) {
     // Not inside a parallel region, not even one of a single thread: teams inside another are made anew each time.
-    for (int64_t layer = 0; layer < layers; ++layer) one(layer, static_cast<int>(threads));
+    for (int64_t task = 0; task < tasks; ++task) one(task, static_cast<int>(threads));
     return;
   }
-#pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads))
-  for (int64_t layer = 0; layer < layers; ++layer) one(layer, 1);
+#pragma omp parallel for schedule(dynamic) num_threads(static_cast<int>(threads))
+  for (int64_t task = 0; task < tasks; ++task) one(task, 1);
 }
 
 }  // namespace

@@ -41,7 +41,12 @@ _operators.define("wide_backward(Tensor h, Tensor grad, Tensor half, bool needs_
 
 def available(x: Tensor, bond: int) -> bool:
     """Whether the operators take these rows: on the CPU, of a dtype they know, a bond that is narrow, a library."""
-    return x.device.type == "cpu" and x.dtype in ELEMENTS and 0 < bond <= MOST_BOND and _library(x.dtype) is not None
+    return takes(x, bond) and _library(x.dtype) is not None
+
+
+def takes(x: Tensor, bond: int) -> bool:
+    """The same, but for the library."""
+    return x.device.type == "cpu" and x.dtype in ELEMENTS and 0 < bond <= MOST_BOND
 
 
 def narrow(x: Tensor, half: Tensor) -> Tensor:

@@ -1,0 +1,56 @@
+"""A graph that is one tensor-train linear, run as it is: one operation of autograd, one call of C++ each way.
+
+AOTAutograd and Inductor have nothing to fuse there, and what they put around the call takes longer than the layer at
+few rows (docs/log.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from comera_compile.codegen.cpu import linear_kernels, skinny_kernels
+from comera_compile.codegen.cpu.linear_kernels import LinearKernel
+from comera_compile.planning.alone import Alone
+
+
+def call_alone(found: Alone, x: torch.Tensor) -> Callable[..., tuple[torch.Tensor]] | None:
+    """What runs the graph, given its inputs; None where the kernels do not take tensors like ``x``."""
+    if not skinny_kernels.takes(x, found.plan.bond) or not linear_kernels.available(x.dtype):
+        return None
+    kernel = LinearKernel(found.plan.encode(), found.scale)
+    x_at, bias_at, packed_at = found.x, found.bias, found.packed
+
+    def call(*inputs: Any) -> tuple[torch.Tensor]:
+        bias = None if bias_at is None else inputs[bias_at]
+        y: torch.Tensor = LinearAlone.apply(kernel, inputs[x_at], bias, inputs[packed_at])  # type: ignore[no-untyped-call]
+        return (y,)
+
+    return call
+
+
+class LinearAlone(torch.autograd.Function):
+    """Rows, bias and packed vector to y."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kernel: LinearKernel, x: torch.Tensor, bias: torch.Tensor | None, packed: torch.Tensor
+    ) -> torch.Tensor:
+        """``x``: ``[..., inputs]``; returns ``[..., outputs]``."""
+        bias = None if bias is None else bias.contiguous()
+        y, halves, h = kernel.forward(x.contiguous(), bias, packed.contiguous())
+        ctx.kernel = kernel
+        ctx.save_for_backward(x, packed, halves, h)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of x, bias and the packed vector."""
+        x, packed, halves, h = ctx.saved_tensors
+        _, needs_x, needs_bias, _ = ctx.needs_input_grad
+        operands = grads[0].contiguous(), x.contiguous(), packed.contiguous(), halves, h
+        return None, *ctx.kernel.backward(*operands, needs_x=needs_x, needs_bias=needs_bias)
