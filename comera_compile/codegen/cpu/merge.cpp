@@ -18,48 +18,86 @@ constexpr int64_t kShared = 1 << 19;  // multiplications from which on a product
 
 enum Kind : int64_t { kProduct = 0, kCopy = 1, kZero = 2, kScale = 3, kScaleGradient = 4 };
 
-// Where an operand of a product lies: element (i, j) is at rows[i] + cols[j], or at i * row_step + j * col_step. Columns
-// lie side by side in runs.
+// Where an operand of a product lies: element (i, j) is at row(i) + column(j), each of which is an even step or a table
+// of offsets. Columns lie side by side in runs.
 struct Place {
   int64_t buffer, offset, run;
-  bool even;
-  int64_t row_step, col_step;
-  const int64_t *rows, *cols;
+  int64_t row_step = 0, col_step = 0;
+  const int64_t *rows = nullptr, *cols = nullptr;
 
-  Place(const int64_t* words, const int64_t* tables)
-      : buffer(words[0]), offset(words[1]), run(words[2]), even(words[3] != 0) {
-    row_step = col_step = 0;
-    rows = cols = nullptr;
-    if (even) {
-      row_step = words[4], col_step = words[5];
-    } else {
-      rows = tables + words[4], cols = tables + words[5];
-    }
+  Place(const int64_t* words, const int64_t* tables) : buffer(words[0]), offset(words[1]), run(words[2]) {
+    if (words[3] & 1) row_step = words[4]; else rows = tables + words[4];
+    if (words[3] & 2) col_step = words[5]; else cols = tables + words[5];
   }
 
-  int64_t at(int64_t i, int64_t j) const { return even ? i * row_step + j * col_step : rows[i] + cols[j]; }
+  int64_t row(int64_t i) const { return rows == nullptr ? i * row_step : rows[i]; }
+  int64_t column(int64_t j) const { return cols == nullptr ? j * col_step : cols[j]; }
 
-  bool has_plain_rows(int64_t width) const { return even && (col_step == 1 || width == 1); }
+  bool has_plain_rows(int64_t width) const {
+    return rows == nullptr && cols == nullptr && (col_step == 1 || width == 1);
+  }
+
+  // Whether columns lie in whole vectors, in every row at the same distance from the one before.
+  template <class T>
+  bool has_panels(int64_t width) const {
+    return rows == nullptr && run % comera::WIDTH<T> == 0 && width % comera::WIDTH<T> == 0;
+  }
 };
 
 constexpr int kPlaceWords = 6;
 
+// A run is short: a loop over eights, whose length the compiler knows, and the rest.
+template <class T>
+void copy_run(const T* from, int64_t count, T* to) {
+  int64_t r = 0;
+  for (; r + 8 <= count; r += 8)
+    for (int k = 0; k < 8; ++k) to[r + k] = from[r + k];
+  for (; r < count; ++r) to[r] = from[r];
+}
+
+// Elements one by one: a square that stays in the first cache at a time, since one side of the copy is read or written
+// across its rows.
+template <class Move>
+void each_element(int64_t rows, int64_t cols, const Move& move) {
+  constexpr int64_t SIDE = 16;
+  for (int64_t i = 0; i < rows; i += SIDE)
+    for (int64_t j = 0; j < cols; j += SIDE)
+      for (int64_t y = i; y < rows && y < i + SIDE; ++y)
+        for (int64_t x = j; x < cols && x < j + SIDE; ++x) move(y, x);
+}
+
 template <class T>
 void gather(const Place& place, const T* from, int64_t first, int64_t rows, int64_t cols, T* to) {
-  for (int64_t i = 0; i < rows; ++i, to += cols)
-    for (int64_t j = 0; j < cols; j += place.run) {
-      const T* part = from + place.at(first + i, j);
-      for (int64_t r = 0; r < place.run; ++r) to[j + r] = part[r];
-    }
+  if (place.run == 1) {
+    each_element(rows, cols,
+                 [&](int64_t i, int64_t j) { to[i * cols + j] = from[place.row(first + i) + place.column(j)]; });
+    return;
+  }
+  for (int64_t i = 0; i < rows; ++i, to += cols) {
+    const T* row = from + place.row(first + i);
+    for (int64_t j = 0; j < cols; j += place.run) copy_run(row + place.column(j), place.run, to + j);
+  }
 }
 
 template <class T>
 void scatter(const Place& place, const T* from, int64_t first, int64_t rows, int64_t cols, T* to) {
-  for (int64_t i = 0; i < rows; ++i, from += cols)
-    for (int64_t j = 0; j < cols; j += place.run) {
-      T* part = to + place.at(first + i, j);
-      for (int64_t r = 0; r < place.run; ++r) part[r] = from[j + r];
-    }
+  if (place.run == 1) {
+    each_element(rows, cols,
+                 [&](int64_t i, int64_t j) { to[place.row(first + i) + place.column(j)] = from[i * cols + j]; });
+    return;
+  }
+  for (int64_t i = 0; i < rows; ++i, from += cols) {
+    T* row = to + place.row(first + i);
+    for (int64_t j = 0; j < cols; j += place.run) copy_run(from + j, place.run, row + place.column(j));
+  }
+}
+
+// Where the vectors of a row begin.
+template <class T>
+std::vector<T*> panels_of(const Place& place, T* data, int64_t width) {
+  std::vector<T*> found;
+  for (int64_t j = 0; j < width; j += comera::WIDTH<T>) found.push_back(data + place.column(j));
+  return found;
 }
 
 // A part of one layer: the layer's buffers, its packed vector with its scale and gradient, and room for what a product
@@ -80,15 +118,13 @@ struct Part {
   void product(const int64_t* words) {
     const int64_t m = words[0], n = words[1], k = words[2];
     const Place left(words + 3, tables), right(words + 3 + kPlaceWords, tables), out(words + 3 + 2 * kPlaceWords, tables);
-    const T* b = at(right);
-    int64_t b_row = right.row_step;
-    if (!right.has_plain_rows(n)) {
-      gather(right, b, 0, k, n, right_room.get());
-      b = right_room.get(), b_row = n;
-    }
+    const Right b = take_right(right, k, n, out.has_plain_rows(n));
+    const bool direct = !b.panels.empty() && out.has_panels<T>(n);
+    const std::vector<T*> to = direct ? panels_of(out, at(out), n) : std::vector<T*>();
     const int64_t tasks = (m + kRows - 1) / kRows;
     const auto one = [&](int64_t task, T* room) {
-      rows(left, out, task * kRows, m - task * kRows < kRows ? m - task * kRows : kRows, n, k, b, b_row, room);
+      const int64_t first = task * kRows, some = m - first < kRows ? m - first : kRows;
+      rows(left, out, first, some, n, k, b, to, room);
     };
     if (threads == 1 || m * n * k < kShared) {
       for (int64_t task = 0; task < tasks; ++task) one(task, task_room.get());
@@ -98,22 +134,55 @@ struct Part {
     for (int64_t task = 0; task < tasks; ++task) one(task, task_room.get() + omp_get_thread_num() * task_size);
   }
 
-  void rows(const Place& left, const Place& out, int64_t first, int64_t m, int64_t n, int64_t k, const T* b,
-            int64_t b_row, T* room) const {
-    const T* a = at(left) + first * left.row_step;
-    int64_t a_row = left.row_step, a_col = left.col_step;
-    if (!left.even) {
-      gather(left, at(left), first, m, k, room);
-      a = room, a_row = k, a_col = 1;
+  // Rows of the right operand side by side, or where their vectors begin.
+  struct Right {
+    const T* data;
+    int64_t row;
+    std::vector<const T*> panels;
+  };
+
+  Right take_right(const Place& place, int64_t terms, int64_t columns, bool plain_result) {
+    Right found{at(place), place.row_step, {}};
+    const bool plain = place.has_plain_rows(columns);
+    if (!plain && (plain_result || !place.has_panels<T>(columns))) {
+      gather(place, found.data, 0, terms, columns, right_room.get());
+      found.data = right_room.get(), found.row = columns;
+    } else if (!plain) {
+      found.panels = panels_of(place, found.data, columns);
+      return found;
     }
-    T* c = at(out);
+    for (int64_t j = 0; !plain_result && columns % comera::WIDTH<T> == 0 && j < columns; j += comera::WIDTH<T>)
+      found.panels.push_back(found.data + j);
+    return found;
+  }
+
+  // Some rows of a product. Its panels may go straight to where they belong.
+  void rows(const Place& left, const Place& out, int64_t first, int64_t m, int64_t n, int64_t k, const Right& b,
+            const std::vector<T*>& to, T* room) const {
+    comera::Left<T> a{at(left) + left.row(first), left.row_step, left.col_step};
+    if (left.rows != nullptr || left.cols != nullptr) {
+      gather(left, at(left), first, m, k, room);
+      a = {room, k, 1};
+    }
     if (out.has_plain_rows(n)) {
-      comera::gemm<T>(m, n, k, {a, a_row, a_col}, b, b_row, c + first * out.row_step, out.row_step, false);
+      comera::gemm<T>(m, n, k, a, b.data, b.row, at(out) + out.row(first), out.row_step, false);
+      return;
+    }
+    if (!to.empty()) {
+      std::vector<T*> here(to);
+      for (T*& panel : here) panel += out.row(first);
+      comera::panels<T>(m, here.size(), k, a, b.panels.data(), b.row, here.data(), out.row_step, false);
       return;
     }
     T* made = room + left_size;
-    comera::gemm<T>(m, n, k, {a, a_row, a_col}, b, b_row, made, n, false);
-    scatter(out, made, first, m, n, c);
+    if (b.panels.empty()) {
+      comera::gemm<T>(m, n, k, a, b.data, b.row, made, n, false);
+    } else {
+      std::vector<T*> here;
+      for (int64_t j = 0; j < n; j += comera::WIDTH<T>) here.push_back(made + j);
+      comera::panels<T>(m, here.size(), k, a, b.panels.data(), b.row, here.data(), n, false);
+    }
+    scatter(out, made, first, m, n, at(out));
   }
 
   void copy(const int64_t* words) const {

@@ -176,17 +176,13 @@ class _Writer:
         self._write(of, COPY, [source[0], target[0], len(rows), length, *tables])
 
     def _place(self, tensor: Tensor, rows: Axes, cols: Axes) -> list[int]:
-        """Buffer, offset, length of runs of columns, and the offsets of both groups: two strides where that is all."""
+        """Buffer, offset, length of runs of columns, and the offsets of both groups: a stride each where that is all."""
         steps, sizes = strides(tensor.axes, self.plan.core_sizes), self.plan.core_sizes
         pair = [offsets_of(axes, steps, sizes) for axes in (rows, cols)]
         apart = [offsets[1] if len(offsets) > 1 else 0 for offsets in pair]
-        even = all(offsets == [i * s for i in range(len(offsets))] for offsets, s in zip(pair, apart, strict=True))
-        return [
-            *self.places[tensor.name],
-            run_length(pair[1]),
-            int(even),
-            *(apart if even else map(self._table, pair)),
-        ]
+        even = [offsets == [i * s for i in range(len(offsets))] for offsets, s in zip(pair, apart, strict=True)]
+        where = [s if e else self._table(o) for o, s, e in zip(pair, apart, even, strict=True)]
+        return [*self.places[tensor.name], run_length(pair[1]), even[0] + 2 * even[1], *where]
 
     def _table(self, offsets: Sequence[int]) -> int:
         self.tables += offsets
