@@ -45,8 +45,8 @@ def test_the_same_bits_as_its_parts(name: str, side: str, dtype: torch.dtype) ->
     packed = torch.randn(plan.shape.numel, dtype=dtype)
     for rows, bias in ((1, None), (13, torch.randn(kernel.outputs, dtype=dtype)), (0, None)):
         x, grad = torch.randn(rows, kernel.inputs, dtype=dtype), torch.randn(rows, kernel.outputs, dtype=dtype)
-        y, halves, h = kernel.forward(x, bias, packed)
-        given = grad, x, packed, halves, h
+        y, kept = kernel.forward(x, bias, packed)
+        given = grad, x, packed, kept
         made = kernel.backward(*given, needs_x=True, needs_bias=bias is not None)
         parts = in_parts(plan, 0.5, (x, bias, packed, grad))
         for one, other in zip([y, *(m for m in made if m is not None)], parts, strict=True):
@@ -70,9 +70,9 @@ def test_nothing_outside_of_the_results_is_written(monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(Tensor, "new_empty", banded)
         patch.setattr(torch, "empty_like", banded)
-        _, halves, h = kernel.forward(x, bias, packed)
-        kernel.backward(grad, x, packed, halves, h, needs_x=True, needs_bias=True)
-    assert len(bands) == 6 and all((w[:32] == 7).all() and (w[-32:] == 7).all() for w in bands)
+        _, kept = kernel.forward(x, bias, packed)
+        kernel.backward(grad, x, packed, kept, needs_x=True, needs_bias=True)
+    assert len(bands) == 5 and all((w[:32] == 7).all() and (w[-32:] == 7).all() for w in bands)
 
 
 def test_a_plan_that_merges_less_is_refused() -> None:

@@ -41,16 +41,22 @@ class LinearAlone(torch.autograd.Function):
     ) -> torch.Tensor:
         """``x``: ``[..., inputs]``; returns ``[..., outputs]``."""
         bias = None if bias is None else bias.contiguous()
-        y, halves, h = kernel.forward(x.contiguous(), bias, packed.contiguous())
+        y, kept = kernel.forward(x.contiguous(), bias, packed.contiguous())
         ctx.kernel = kernel
-        ctx.save_for_backward(x, packed, halves, h)
+        ctx.save_for_backward(x, packed, kept)
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of x, bias and the packed vector."""
-        x, packed, halves, h = ctx.saved_tensors
-        _, needs_x, needs_bias, _ = ctx.needs_input_grad
-        operands = grads[0].contiguous(), x.contiguous(), packed.contiguous(), halves, h
-        return None, *ctx.kernel.backward(*operands, needs_x=needs_x, needs_bias=needs_bias)
+        """Gradients of x, bias and the packed vector; with ``create_graph`` they can't be differentiated again."""
+        return _gradients_once(ctx, *grads) if torch.is_grad_enabled() else _gradients(ctx, *grads)
+
+
+def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    x, packed, kept = ctx.saved_tensors
+    _, needs_x, needs_bias, _ = ctx.needs_input_grad
+    operands = grad.contiguous(), x.contiguous(), packed.contiguous(), kept
+    return None, *ctx.kernel.backward(*operands, needs_x=needs_x, needs_bias=needs_bias)
+
+
+_gradients_once = once_differentiable(_gradients)

@@ -10,12 +10,13 @@ import math
 from array import array
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from comera_compile.codegen.cpu import merge_kernels, skinny_kernels
-from comera_compile.codegen.cpu.merge_program import MergeProgram, backward_program, forward_program
+from comera_compile.codegen.cpu.merge_program import backward_program, forward_program
 from comera_compile.cpp_library import load_library
 from comera_compile.planning.linear_plan import LinearPlan
 
@@ -47,48 +48,64 @@ class LinearKernel:
         self.swapped = plan.contracts == "cols"
         self.inputs, self.outputs = (plan.operand_sizes[axis] for axis in ("nm" if self.swapped else "mn"))
         self.bond, self.scale = plan.bond, scale
-        self._forward, self._backward = forward_program(plan_text), backward_program(plan_text)
+        # The programs stay where they are for as long as this object holds them.
+        self._programs = forward_program(plan_text), backward_program(plan_text)
+        self._forward, self._backward = ((*map(_place, (p.words, p.tables, p.steps)),) for p in self._programs)
+        self._widths = self.inputs, self.outputs, self.bond, self.swapped
 
-    def forward(self, x: Tensor, bias: Tensor | None, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, bias: Tensor | None, packed: Tensor) -> tuple[Tensor, Tensor]:
         """``x``: ``[..., inputs]``, ``bias``: ``[outputs]`` or None. All contiguous, of one dtype.
 
         Returns:
-            y ``[..., outputs]``, and for the backward both merged halves and the bond ``[rows, bond]``.
+            y ``[..., outputs]``, and what is kept for the backward: both merged halves, and the bond behind them.
         """
-        rows = math.prod(x.shape[:-1])
-        y = x.new_empty((*x.shape[:-1], self.outputs))
-        halves = x.new_empty(self.bond * (self.inputs + self.outputs))
-        h = x.new_empty((rows, self.bond))
-        self._call("linear_forward", self._forward, rows, packed, x, bias, halves, h, y)
-        return y, halves, h
+        *lead, _ = x.shape
+        rows = math.prod(lead)
+        y = x.new_empty((*lead, self.outputs))
+        kept = x.new_empty(self.bond * (self.inputs + self.outputs + rows))
+        _function("linear_forward", x.dtype)(
+            *self._forward,
+            rows,
+            *self._widths,
+            self.scale,
+            packed.data_ptr(),
+            x.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            kept.data_ptr(),
+            y.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return y, kept
 
     def backward(
-        self, grad: Tensor, x: Tensor, packed: Tensor, halves: Tensor, h: Tensor, *, needs_x: bool, needs_bias: bool
+        self, grad: Tensor, x: Tensor, packed: Tensor, kept: Tensor, *, needs_x: bool, needs_bias: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """Gradients of x, the bias (each None unless needed) and the packed vector.
 
         Args:
             grad: of y, contiguous like the others.
             x, packed: as they were given to :meth:`forward`.
-            halves, h: what it returned.
+            kept: what it returned.
             needs_x, needs_bias: what is asked for besides the gradient of the packed vector.
         """
         dx = torch.empty_like(x) if needs_x else None
         dbias = grad.new_empty(self.outputs) if needs_bias else None
         made = torch.empty_like(packed)
-        self._call("linear_backward", self._backward, len(h), packed, x, halves, h, grad, dx, dbias, made)
-        return dx, dbias, made
-
-    def _call(self, name: str, program: MergeProgram, rows: int, *tensors: Tensor | None) -> None:
-        sizes = array("q", (rows, self.inputs, self.outputs, self.bond, self.swapped))
-        library = _library(tensors[0].dtype)  # type: ignore[union-attr]
-        assert library is not None, f"{name} was called without a library"
-        getattr(library, name)(
-            *(a.buffer_info()[0] for a in (program.words, program.tables, program.steps, sizes)),
+        _function("linear_backward", x.dtype)(
+            *self._backward,
+            math.prod(x.shape[:-1]),
+            *self._widths,
             self.scale,
-            *(None if t is None else t.data_ptr() for t in tensors),
+            packed.data_ptr(),
+            x.data_ptr(),
+            kept.data_ptr(),
+            grad.data_ptr(),
+            None if dx is None else dx.data_ptr(),
+            None if dbias is None else dbias.data_ptr(),
+            made.data_ptr(),
             torch.get_num_threads(),
         )
+        return dx, dbias, made
 
 
 def sources(dtype: torch.dtype) -> tuple[str, ...]:
@@ -102,9 +119,20 @@ def sources(dtype: torch.dtype) -> tuple[str, ...]:
 def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     library = load_library(*sources(dtype))
     if library is not None:
-        for name, tensors in (("linear_forward", 6), ("linear_backward", 8)):
+        number, pointer = ctypes.c_int64, ctypes.c_void_p
+        for name, tensors in (("linear_forward", 5), ("linear_backward", 7)):
             function = getattr(library, name)
-            pointers: list[type] = [ctypes.c_void_p] * 4
-            function.argtypes = [*pointers, ctypes.c_double, *[ctypes.c_void_p] * tensors, ctypes.c_int64]
+            function.argtypes = [*[pointer] * 3, *[number] * 5, ctypes.c_double, *[pointer] * tensors, number]
             function.restype = None
     return library
+
+
+@cache
+def _function(name: str, dtype: torch.dtype) -> Any:
+    library = _library(dtype)
+    assert library is not None, f"{name} was called without a library"
+    return getattr(library, name)
+
+
+def _place(numbers: array[int]) -> int:
+    return numbers.buffer_info()[0]

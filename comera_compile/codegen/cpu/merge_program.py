@@ -176,7 +176,7 @@ class _Writer:
         self._write(of, COPY, [source[0], target[0], len(rows), length, *tables])
 
     def _place(self, tensor: Tensor, rows: Axes, cols: Axes) -> list[int]:
-        """Buffer, offset, length of runs of columns, and the offsets of both groups: a stride each where that is all."""
+        """Buffer, offset, length of runs of columns, and the offsets of both groups: a stride where that is all."""
         steps, sizes = strides(tensor.axes, self.plan.core_sizes), self.plan.core_sizes
         pair = [offsets_of(axes, steps, sizes) for axes in (rows, cols)]
         apart = [offsets[1] if len(offsets) > 1 else 0 for offsets in pair]
