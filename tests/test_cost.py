@@ -9,6 +9,7 @@ import pytest
 
 from comera_compile.planning.cost import (
     CUDA_MODEL,
+    IN_PLAN,
     DeviceModel,
     cost_by_rows,
     cpu_model,
@@ -18,6 +19,7 @@ from comera_compile.planning.cost import (
     step_cost,
     steps_cost,
 )
+from comera_compile.planning.device_model import ProductTimes
 from comera_compile.planning.kernel_times import KernelTimes
 from comera_compile.planning.linear_plan import LinearPlan, Side, candidates
 from comera_compile.planning.step import Step, Tensor
@@ -203,3 +205,16 @@ def test_merged_plans_are_priced_for_the_operators_that_run_them() -> None:
     assert plan_cost(plan, 100, device, 2) == plan_cost(plan, 100, replace(device, kernels=None), 2)
     # Memory may be what is slow.
     assert plan_cost(plan, 100, replace(device, bytes_per_second=1e-3)).seconds > 100 * (48 + 32) * 4 / 1e-3
+
+
+def test_measured_products_take_longer_in_a_plan_beside_own_operators() -> None:
+    kernels = KernelTimes(1.0, ((8, 2.0),), ((8, 4.0),), ((4, 8.0),))
+    table = ProductTimes((1, 4096), (0.0,) * 8)  # every product takes a second
+    copies = (((1.0, 1.0), (2.0, 1.0)),) * 3
+    measured = DeviceModel(1.0, math.inf, 0.0, 0.0, 0.0, copies=copies, products=(table,) * 3, batched=(table,) * 3)
+    both = replace(measured, kernels=kernels)
+    plan, rebuilt = plan_named("core by core", SQUARE), plan_named("rebuild W", SQUARE)  # neither merges by operators
+    alone = plan_cost(plan, 100, measured)
+    assert alone.seconds > 5
+    assert plan_cost(plan, 100, both) == replace(alone, seconds=pytest.approx(IN_PLAN * alone.seconds))
+    assert plan_cost(rebuilt, 100, both) == plan_cost(rebuilt, 100, measured)
