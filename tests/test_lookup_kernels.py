@@ -24,6 +24,7 @@ SHAPES = {
     "order 3, an item table": TTShape("ttm", 990, 32, (10, 10, 10), (4, 2, 4), (1, 32, 32, 1), 0.4, 0),
     "order 3, rank 1, padded": TTShape("ttm", 100, 50, (4, 5, 6), (3, 5, 4), (1, 1, 1, 1), 1.1),
     "order 3, uneven ranks": TTShape("ttm", 60, 30, (3, 4, 5), (2, 3, 5), (1, 5, 12, 1), 0.7, 59),
+    "order 3, three vectors last": TTShape("ttm", 190, 96, (8, 6, 4), (2, 2, 24), (1, 16, 30, 1), 0.4, 7),
     "order 3, wide last": TTShape("ttm", 60, 156, (3, 4, 5), (2, 3, 26), (1, 12, 16, 1), 0.7),
     "order 4": TTShape("ttm", 250, 100, (3, 4, 5, 5), (3, 2, 4, 5), (1, 8, 16, 12, 1), 0.5, 100),
     "order 5": choose_shape(300, 72, format="ttm", rank=5, order=5),
