@@ -11,6 +11,7 @@ import torch
 from comera_compile.errors import ShapeError
 from comera_compile.tt.factorize import choose_modes, choose_shape, max_ranks
 from comera_compile.tt.packing import to_dense
+from comera_compile.tt.table_modes import pair_modes
 
 
 @pytest.mark.parametrize(
@@ -74,11 +75,39 @@ def test_comera_sizes() -> None:
 
 
 def test_embedding_pairs_are_balanced() -> None:
-    shape = choose_shape(30522, 768, format="ttm", rank=32, order=4)
+    pairs = [v * e for v, e in zip(*pair_modes(choose_modes(30522, 4), choose_modes(768, 4)), strict=True)]
     # Parameters grow with the sum of the pairs: within 5 % of what four equal pairs would have.
-    assert sum(shape.modes) <= 1.05 * 4 * (30522 * 768) ** (1 / 4)
+    assert sum(pairs) <= 1.05 * 4 * (30522 * 768) ** (1 / 4)
     # The inner cores have two ranks each: they get the smaller pairs.
-    assert max(shape.modes[1:3]) <= min(shape.modes[0], shape.modes[3])
+    assert max(pairs[1:3]) <= min(pairs[0], pairs[3])
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "rank", "expected"),
+    [
+        (30522, 768, 30, ((32, 30, 32), (3, 8, 32))),
+        (1_000_000, 32, 32, ((100, 100, 100), (2, 2, 8))),
+        (50257, 1024, 64, ((40, 37, 34), (4, 8, 32))),
+    ],
+)
+def test_tables_get_small_column_modes_first(rows: int, cols: int, rank: int, expected: Any) -> None:
+    # The product with the middle core has as many rows as the first column mode, so that is what a lookup pays for.
+    shape = choose_shape(rows, cols, format="ttm", rank=rank)
+    assert (shape.row_modes, shape.col_modes) == expected
+
+
+@pytest.mark.parametrize("rank", [1, 8, 30, 0.1, [20, 5], 10**6])
+@pytest.mark.parametrize(("rows", "cols"), [(30522, 768), (10**6, 128), (512, 768), (997, 54), (64, 64), (2, 8)])
+def test_modes_for_cheap_lookups_keep_parameters_and_ranks(rows: int, cols: int, rank: Any) -> None:
+    # Only the work may change, not what the table can hold: one of fewer parameters is cheaper to look up, too.
+    balanced = pair_modes(choose_modes(rows, 3), choose_modes(cols, 3))
+    before = choose_shape(rows, cols, format="ttm", rank=rank, modes=balanced)
+    shape = choose_shape(rows, cols, format="ttm", rank=rank)
+    assert sorted(shape.row_modes) == sorted(before.row_modes) and math.prod(shape.col_modes) == cols
+    assert abs(shape.numel - before.numel) <= 0.03 * before.numel
+    assert all(a >= b for a, b in zip(shape.ranks, before.ranks, strict=True))
+    products = [math.prod(s.col_modes[:-1]) for s in (shape, before)]
+    assert products[0] <= products[1]
 
 
 @pytest.mark.parametrize(

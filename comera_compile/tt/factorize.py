@@ -9,6 +9,7 @@ from typing import TypeGuard
 
 from comera_compile.errors import ShapeError
 from comera_compile.tt.shape import Format, TTShape
+from comera_compile.tt.table_modes import cheapest_lookup, pair_modes
 
 Rank = int | float | Sequence[int]
 Modes = tuple[Sequence[int], Sequence[int]]
@@ -76,7 +77,8 @@ def choose_shape(
 
     ``tt``: row modes descending and column modes ascending, so that the largest modes meet the smallest ranks (CoMERA,
     arXiv 2405.14377: 768 x 3072 as 12.8.8 x 12.16.16). ``ttm``: large row modes are paired with small column modes and
-    the smallest pair goes to the middle, where both of its ranks are large.
+    the smallest pair goes to the middle, where both of its ranks are large; where modes of another balance make a
+    lookup cheaper at as many parameters, they are taken (``table_modes``).
 
     Args:
         rows: rows of the dense weight.
@@ -98,7 +100,8 @@ def choose_shape(
     elif format == "tt":
         row_modes, col_modes = choose_modes(rows, order)[::-1], choose_modes(cols, order)
     else:
-        row_modes, col_modes = _pair(choose_modes(rows, order), choose_modes(cols, order))
+        balanced = pair_modes(choose_modes(rows, order), choose_modes(cols, order))
+        row_modes, col_modes = cheapest_lookup(balanced, lambda modes: _choose_ranks(*modes, format, rank))
     ranks = _choose_ranks(row_modes, col_modes, format, rank)
     return TTShape(format, rows, cols, row_modes, col_modes, ranks, zero_row=zero_row)
 
@@ -132,13 +135,6 @@ def _clamp(ranks: list[int], sizes: Sequence[int]) -> tuple[int, ...]:
     for k in reversed(range(len(sizes))):
         ranks[k] = min(ranks[k], ranks[k + 1] * sizes[k])
     return tuple(ranks)
-
-
-def _pair(row_modes: tuple[int, ...], col_modes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Small row modes with large column modes; pairs of large product outside, of small product in the middle."""
-    pairs = sorted(zip(row_modes, col_modes[::-1], strict=True), key=lambda p: (-p[0] * p[1], p))
-    arranged = [*pairs[0::2], *pairs[1::2][::-1]]
-    return tuple(v for v, _ in arranged), tuple(e for _, e in arranged)
 
 
 def _check_modes(rows: int, cols: int, modes: Modes, format: Format) -> tuple[tuple[int, ...], tuple[int, ...]]:
