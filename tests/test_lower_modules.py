@@ -14,7 +14,7 @@ from comera_compile.codegen.run_plan import apply_operands
 from tests.packed_modules import Capture, Stack, assert_as_eager, linear, pack
 
 WIDTH = 24
-LOOKUP = ttm_lookup._opoverload
+LOOKUP = ttm_lookup
 
 
 def x(*size: int) -> Tensor:

@@ -16,14 +16,54 @@ from comera_compile.planning.lookup_plan import LookupPlan
 from comera_compile.tt.packing import unpack
 from comera_compile.tt.shape import TTShape
 
+_operators = torch.library.Library("comera", "FRAGMENT")
+_operators.define("ttm_lookup(Tensor packed, Tensor ids, str layout) -> Tensor")
+_operators.define("ttm_lookup_backward(Tensor packed, Tensor ids, Tensor grad, str layout) -> Tensor")
 
-@torch.library.custom_op("comera::ttm_lookup", mutates_args=())
-def ttm_lookup(packed: torch.Tensor, ids: torch.Tensor, layout: str) -> torch.Tensor:
+
+def ttm_lookup(packed: Tensor, ids: Tensor, layout: str) -> Tensor:
     """Rows ``ids`` of the table: shape ``[*ids.shape, cols]``.
 
     Raises:
         IndexError: an id is negative or not below the number of rows, as ``nn.Embedding`` does.
     """
+    rows: Tensor = Lookup.apply(packed, ids, layout)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def ttm_lookup_backward(packed: Tensor, ids: Tensor, grad: Tensor, layout: str) -> Tensor:
+    """Gradient of the packed vector from the gradient ``[*ids.shape, cols]`` of the looked-up rows.
+
+    Gradients of equal ids are added first, so every core product is differentiated once a unique id.
+    """
+    made: Tensor = torch.ops.comera.ttm_lookup_backward.default(packed, ids, grad, layout)
+    return made
+
+
+class Lookup(torch.autograd.Function):
+    """:func:`ttm_lookup`, differentiable in the packed vector; an operator each way."""
+
+    @staticmethod
+    def forward(packed: Tensor, ids: Tensor, layout: str) -> Tensor:
+        """``packed``: ``(numel,)``; ``ids``: int32 or int64, any shape."""
+        rows: Tensor = torch.ops.comera.ttm_lookup.default(packed, ids, layout)
+        return rows
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keeps the packed vector and the ids."""
+        ctx.save_for_backward(inputs[0], inputs[1])
+        ctx.layout = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Gradient of the packed vector."""
+        packed, ids = ctx.saved_tensors
+        return ttm_lookup_backward(packed, ids, grads[0], ctx.layout), None, None
+
+
+@torch.library.impl(_operators, "ttm_lookup", "CompositeExplicitAutograd")
+def _forward(packed: Tensor, ids: Tensor, layout: str) -> Tensor:
     plan = LookupPlan.decode(layout)
     if ids.numel() == 0:
         return packed.new_empty([*ids.shape, plan.shape.cols])
@@ -31,6 +71,12 @@ def ttm_lookup(packed: torch.Tensor, ids: torch.Tensor, layout: str) -> torch.Te
     return _lookup(packed, ids, plan) if made is None else made
 
 
+@torch.library.impl(_operators, "ttm_lookup", "Meta")
+def _forward_meta(packed: Tensor, ids: Tensor, layout: str) -> Tensor:
+    return packed.new_empty([*ids.shape, LookupPlan.decode(layout).shape.cols])
+
+
+@torch.no_grad()
 def _lookup(packed: Tensor, ids: Tensor, plan: LookupPlan) -> Tensor:
     """The lookup by torch's own operators."""
     unique, inverse = torch.unique(ids.reshape(-1).long(), return_inverse=True)
@@ -41,17 +87,8 @@ def _lookup(packed: Tensor, ids: Tensor, plan: LookupPlan) -> Tensor:
     return rows.index_select(0, _slots(unique, steps).index_select(0, inverse)).reshape([*ids.shape, plan.shape.cols])
 
 
-@ttm_lookup.register_fake
-def _fake(packed: torch.Tensor, ids: torch.Tensor, layout: str) -> torch.Tensor:
-    return packed.new_empty([*ids.shape, LookupPlan.decode(layout).shape.cols])
-
-
-@torch.library.custom_op("comera::ttm_lookup_backward", mutates_args=())
-def ttm_lookup_backward(packed: torch.Tensor, ids: torch.Tensor, grad: torch.Tensor, layout: str) -> torch.Tensor:
-    """Gradient of the packed vector from the gradient ``[*ids.shape, cols]`` of the looked-up rows.
-
-    Gradients of equal ids are added first, so every core product is differentiated once a unique id.
-    """
+@torch.library.impl(_operators, "ttm_lookup_backward", "CompositeExplicitAutograd")
+def _backward(packed: Tensor, ids: Tensor, grad: Tensor, layout: str) -> Tensor:
     plan = LookupPlan.decode(layout)
     if ids.numel() == 0:
         return torch.zeros_like(packed)
@@ -59,6 +96,12 @@ def ttm_lookup_backward(packed: torch.Tensor, ids: torch.Tensor, grad: torch.Ten
     return _lookup_backward(packed, ids, grad, plan) if made is None else made
 
 
+@torch.library.impl(_operators, "ttm_lookup_backward", "Meta")
+def _backward_meta(packed: Tensor, ids: Tensor, grad: Tensor, layout: str) -> Tensor:
+    return torch.empty_like(packed)
+
+
+@torch.no_grad()
 def _lookup_backward(packed: Tensor, ids: Tensor, grad: Tensor, plan: LookupPlan) -> Tensor:
     """The gradient by torch's own operators."""
     unique, inverse = torch.unique(ids.reshape(-1).long(), return_inverse=True)
@@ -68,24 +111,6 @@ def _lookup_backward(packed: Tensor, ids: Tensor, grad: Tensor, plan: LookupPlan
     summed = sum_rows(grad, _slots(unique, steps).index_select(0, inverse), count).to(packed.dtype)
     summed = F.pad(_zeroed(summed, unique, steps, plan.shape), [0, math.prod(plan.shape.col_modes) - plan.shape.cols])
     return _core_gradients(packed, steps, summed, plan.shape)
-
-
-@ttm_lookup_backward.register_fake
-def _backward_fake(packed: torch.Tensor, ids: torch.Tensor, grad: torch.Tensor, layout: str) -> torch.Tensor:
-    return torch.empty_like(packed)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(inputs[0], inputs[1])
-    ctx.layout = inputs[2]
-
-
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-    packed, ids = ctx.saved_tensors
-    return ttm_lookup_backward(packed, ids, grad, ctx.layout), None, None
-
-
-ttm_lookup.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _check_ids(unique: torch.Tensor, shape: TTShape) -> None:

@@ -27,8 +27,8 @@ def rebuild_dense(packed: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 # Functions that a lowered graph calls: what AOTAutograd's disk cache has to know (see torch_private.cacheable).
-GRAPH_FUNCTIONS = (merge_cores, apply_operands, apply_bridge, rebuild_dense, attention_by_products)
-_OURS = (*GRAPH_FUNCTIONS, ttm_lookup._opoverload, torch.unbind, operator.getitem)
+GRAPH_FUNCTIONS = (merge_cores, apply_operands, apply_bridge, ttm_lookup, rebuild_dense, attention_by_products)
+_OURS = (*GRAPH_FUNCTIONS, torch.unbind, operator.getitem)
 
 
 def lower_plans(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -91,7 +91,7 @@ def _call(
     x, bias = (replaced.get(n, n) for n in (use.x, use.bias))  # each may itself have been a planned use
     if isinstance(plan, LinearPlan):
         return graph.call_function(apply_operands, (plan.encode(), x, bias, *operands[node]))
-    return graph.call_function(ttm_lookup._opoverload, (use.packed, x, use.layout))
+    return graph.call_function(ttm_lookup, (use.packed, x, use.layout))
 
 
 def _run_inside(node: fx.Node) -> list[fx.Node]:
