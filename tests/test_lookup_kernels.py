@@ -138,6 +138,34 @@ def test_ids_out_of_range_are_refused_before_anything_is_written() -> None:
         assert (rows == 7).all()
 
 
+def test_a_backward_is_that_of_the_ids_it_is_given() -> None:
+    # What a lookup found out about its ids is kept for its backward: not taken for other ids, lengths, types or tables.
+    shape, other = SHAPES["order 3, an item table"], TTShape("ttm", 990, 32, (11, 9, 10), (4, 2, 4), (1, 32, 32, 1))
+    packed, ids = torch.randn(shape.numel), torch.arange(100, 160)
+    twin = torch.randn(other.numel)
+    for change in (lambda i: i, lambda i: i.add_(1), lambda i: i.int(), lambda i: i[:-1]):
+        for table, cores in ((shape, packed), (other, twin)):
+            ttm_lookup(packed, ids, shape.encode())
+            asked = change(ids)
+            grad = torch.randn(asked.numel(), 32)
+            dense = cores.double().requires_grad_()
+            (right,) = torch.autograd.grad(to_dense(dense, table)[asked.long()], dense, grad.double())
+            assert error(ttm_lookup_backward(cores, asked, grad, table.encode()), right) <= 2e-6
+
+
+def test_backwards_of_many_tables_in_any_order() -> None:
+    # More lookups than are kept, each backward twice: with what was kept, and without.
+    shape = SHAPES["order 3, uneven ranks"]
+    packed, batches = torch.randn(shape.numel), [torch.randint(60, (50,)) for _ in range(12)]
+    grads = [torch.randn(50, 30) for _ in batches]
+    alone = [ttm_lookup_backward(packed, i, g, shape.encode()) for i, g in zip(batches, grads, strict=True)]
+    for ids in batches:
+        ttm_lookup(packed, ids, shape.encode())
+    for _ in range(2):
+        for k in torch.randperm(12).tolist():
+            assert torch.equal(ttm_lookup_backward(packed, batches[k], grads[k], shape.encode()), alone[k])
+
+
 def test_strange_layouts_of_the_tensors_are_taken() -> None:
     shape = SHAPES["order 3, a word table"]
     packed = torch.randn(shape.numel, 2)[:, 0]

@@ -23,10 +23,13 @@ inline Table read_table(const int64_t* words) {
 // Elements of the vectors that go over slices of the last core.
 constexpr int64_t LANES = LAST_COLUMNS <= WIDTH<ELEMENT> / 2 ? WIDTH<ELEMENT> / 2 : WIDTH<ELEMENT>;
 
-// Checks the ids and runs `run(sizes, index)`.
-template <class I, class F>
+// Checks the ids and runs `run(sizes, index)`. KEEP: the index is kept for a backward; else it is that of the lookup,
+// if that is still there.
+template <bool KEEP, class I, class F>
 int64_t with_index(const Table& table, double scale, const I* ids, int64_t count, int64_t* wrong, const F& run) {
   using T = ELEMENT;
+  if (!KEEP)
+    if (const auto index = recent().take(table, ids, count)) return run(Sizes<T>(table, scale, LANES), *index);
   int64_t smallest, largest;
   bool ascending;
   limits(ids, count, &smallest, &largest, &ascending);
@@ -34,16 +37,18 @@ int64_t with_index(const Table& table, double scale, const I* ids, int64_t count
     *wrong = smallest < 0 ? smallest : largest;
     return OUT_OF_RANGE;
   }
-  const Index index = make_index(table, ids, count, smallest, largest, ascending);
-  return run(Sizes<T>(table, scale, LANES), index);
+  auto index = std::make_unique<const Index>(make_index(table, ids, count, smallest, largest, ascending));
+  const int64_t status = run(Sizes<T>(table, scale, LANES), *index);
+  if (KEEP) recent().keep(table, ids, count, std::move(index));
+  return status;
 }
 
-template <class F>
+template <bool KEEP, class F>
 int64_t guarded(const Table& table, double scale, const void* ids, int64_t id_bytes, int64_t count, int64_t* wrong,
                 const F& run) {
   try {
-    if (id_bytes == 4) return with_index(table, scale, (const int32_t*)ids, count, wrong, run);
-    return with_index(table, scale, (const int64_t*)ids, count, wrong, run);
+    if (id_bytes == 4) return with_index<KEEP>(table, scale, (const int32_t*)ids, count, wrong, run);
+    return with_index<KEEP>(table, scale, (const int64_t*)ids, count, wrong, run);
   } catch (const TooLarge&) {
     return TOO_LARGE;
   } catch (const std::bad_alloc&) {
@@ -60,7 +65,7 @@ extern "C" int64_t ttm_lookup(const int64_t* words, double scale, const ELEMENT*
                               int64_t most_sums, int64_t* wrong) {
   using namespace comera;
   const Table table = read_table(words);
-  return guarded(table, scale, ids, id_bytes, count, wrong, [&](const auto& size, const Index& index) {
+  return guarded<true>(table, scale, ids, id_bytes, count, wrong, [&](const auto& size, const Index& index) {
     for (int64_t place : index.zero) std::memset(rows + place * table.columns, 0, table.columns * sizeof(ELEMENT));
     const Limits limits{threads, least_work, most_sums};
     if (!index.position.empty()) Forward<ELEMENT, LANES>(size, index, packed, rows, limits).run();
@@ -74,7 +79,7 @@ extern "C" int64_t ttm_lookup_backward(const int64_t* words, double scale, const
                                        int64_t threads, int64_t least_work, int64_t most_sums, int64_t* wrong) {
   using namespace comera;
   const Table table = read_table(words);
-  return guarded(table, scale, ids, id_bytes, count, wrong, [&](const auto& size, const Index& index) {
+  return guarded<false>(table, scale, ids, id_bytes, count, wrong, [&](const auto& size, const Index& index) {
     if (index.position.empty())
       std::memset(total, 0, size.numel * sizeof(ELEMENT));
     else

@@ -55,7 +55,7 @@ void limits(const I* ids, int64_t count, int64_t* smallest, int64_t* largest, bo
 // Words of (id - base) << shift | place, sorted: by counting, a digit of the id at a time, or by comparison if few.
 template <class I>
 std::vector<uint64_t> sorted_words(const I* ids, int64_t count, int64_t base, int64_t range, int shift, bool sorted) {
-  constexpr int BITS = 10;
+  constexpr int MOST = 11;
   std::vector<uint64_t> words(count);
   for (int64_t i = 0; i < count; i++) words[i] = (uint64_t)(ids[i] - base) << shift | (uint64_t)i;
   if (sorted) return words;
@@ -63,12 +63,15 @@ std::vector<uint64_t> sorted_words(const I* ids, int64_t count, int64_t base, in
     std::sort(words.begin(), words.end());
     return words;
   }
+  int bits = 0;
+  while (range >> bits) bits++;
+  const int passes = std::max(1, (bits + MOST - 1) / MOST), step = (bits + passes - 1) / passes;
   std::vector<uint64_t> other(count);
-  for (int bit = 0; range >> bit; bit += BITS) {
-    int64_t first[(1 << BITS) + 1] = {};
-    const auto digit = [&](uint64_t word) { return word >> (shift + bit) & ((1 << BITS) - 1); };
+  for (int bit = 0; bit < bits; bit += step) {
+    uint32_t first[(1 << MOST) + 1] = {};
+    const auto digit = [&](uint64_t word) { return word >> (shift + bit) & ((1 << step) - 1); };
     for (uint64_t word : words) first[digit(word) + 1]++;
-    for (int d = 0; d < 1 << BITS; d++) first[d + 1] += first[d];
+    for (int d = 0; d < 1 << step; d++) first[d + 1] += first[d];
     for (uint64_t word : words) other[first[digit(word)]++] = word;
     words.swap(other);
   }
@@ -94,6 +97,20 @@ inline void add_id(const Table& table, Index& index, int64_t* last, uint64_t id)
   }
 }
 
+// Room for as many prefixes as there can be.
+inline void reserve(const Table& table, Index& index, int64_t ids) {
+  int64_t most = 1;
+  for (int64_t k = 0; k < table.order; k++) {
+    most = std::min(ids, most * table.row_mode[k]);
+    Prefixes& at = index.level[k];
+    at.digit.reserve(most);
+    if (k > 0) at.parent.reserve(most);
+    if (k + 1 < table.order) at.child.reserve(most + 1);
+  }
+  index.position.reserve(ids);
+  index.first.reserve(ids + 1);
+}
+
 // The index of at least one id; all of them lie between `smallest` and `largest`.
 template <class I>
 Index make_index(const Table& table, const I* ids, int64_t count, int64_t smallest, int64_t largest, bool ascending) {
@@ -101,7 +118,7 @@ Index make_index(const Table& table, const I* ids, int64_t count, int64_t smalle
   while (count >> shift) shift++;
   const auto words = sorted_words(ids, count, smallest, largest - smallest, shift, ascending);
   Index index;
-  index.position.reserve(count);
+  reserve(table, index, count);
   int64_t last[MAX_ORDER];
   for (int64_t i = 0; i < count;) {
     const uint64_t key = words[i] >> shift, id = key + (uint64_t)smallest;

@@ -19,7 +19,9 @@ from comera_compile.tt.shape import TTShape
 
 SOURCES = (
     "gemm.h",
+    "transpose.h",
     "lookup_index.h",
+    "lookup_recent.h",
     "lookup_parts.h",
     "lookup_work.h",
     "lookup_forward.h",

@@ -78,26 +78,5 @@ inline void narrow_rows(T* to, int64_t used, const T* from, int64_t row, int64_t
       scaled<false>(to, from, used, scale);
 }
 
-// `to`[columns][rows, padded to to_row] from `from`[rows][columns], eight rows at a time.
-template <class T>
-inline void transpose(T* to, int64_t to_row, const T* from, int64_t from_row, int64_t rows, int64_t columns) {
-  for (int64_t i = 0; i < rows; i += 8) {
-    const int64_t height = std::min<int64_t>(8, rows - i);
-    const T* block = from + i * from_row;
-    if (height == 8)
-      for (int64_t j = 0; j < columns; j++) {
-        T column[8];
-        for (int x = 0; x < 8; x++) column[x] = block[x * from_row + j];
-        std::memcpy(to + j * to_row + i, column, sizeof(column));
-      }
-    else
-      for (int64_t j = 0; j < columns; j++)
-        for (int64_t x = 0; x < height; x++) to[j * to_row + i + x] = block[x * from_row + j];
-  }
-  if (rows < to_row)
-    for (int64_t j = 0; j < columns; j++)
-      for (int64_t i = rows; i < to_row; i++) to[j * to_row + i] = T(0);
-}
-
 }  // namespace comera
 #endif
