@@ -100,7 +100,7 @@ def compile_graph(
     unplanned: list[str] = []
 
     def observe(name: str, graph: fx.GraphModule) -> None:
-        if name == "find_bridges":
+        if name == "find_attention":
             unplanned.extend(record_plans(graph))
 
     if options.keep_memory:

@@ -11,6 +11,7 @@ from torch import fx
 
 from comera_compile.codegen.lower_plans import GRAPH_FUNCTIONS, lower_plans
 from comera_compile.passes.find_alone import find_alone
+from comera_compile.passes.find_attention import find_attention
 from comera_compile.passes.find_bridges import find_bridges
 from comera_compile.passes.find_tt_weights import find_tt_weights
 from comera_compile.passes.plan_attention import plan_attention
@@ -35,6 +36,7 @@ def passes(
         ("plan_contractions", partial(plan_contractions, **settings, objective=objective)),
         *looking,
         ("find_bridges", find_bridges),
+        ("find_attention", find_attention),
         ("plan_attention", plan_attention),
         ("lower_plans", lower_plans),
     ]

@@ -148,7 +148,8 @@ def test_with_packed_projections_around() -> None:
             self.project, self.out = linear(24, 72), linear(24, 24)
 
         def forward(self, x: Tensor) -> Tensor:
-            q, k, v = (t.unflatten(-1, (3, 8)).transpose(1, 2) for t in self.project(x).chunk(3, dim=-1))
+            # something in between, so that it does not run from bond to bond
+            q, k, v = (t.tanh().unflatten(-1, (3, 8)).transpose(1, 2) for t in self.project(x).chunk(3, dim=-1))
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             return self.out(y.transpose(1, 2).flatten(2))
 

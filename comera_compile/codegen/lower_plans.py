@@ -11,11 +11,12 @@ from torch import fx
 
 from comera_compile.codegen.apply_bridge import apply_bridge
 from comera_compile.codegen.attention import attention_by_products
+from comera_compile.codegen.attention_block import apply_attention
 from comera_compile.codegen.lookup import ttm_lookup
 from comera_compile.codegen.run_plan import apply_operands, merge_cores
 from comera_compile.planning.attention_plan import AttentionPlan
 from comera_compile.planning.linear_plan import LinearPlan
-from comera_compile.planning.uses import BRIDGE, BY_PLAN, INSIDE, PLAN, USE, BridgeUse
+from comera_compile.planning.uses import ATTEND, BRIDGE, BY_PLAN, INSIDE, PLAN, USE, AttendUse, BridgeUse
 from comera_compile.tt.marker import decode, is_marker
 from comera_compile.tt.packing import to_dense
 
@@ -27,7 +28,15 @@ def rebuild_dense(packed: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 # Functions that a lowered graph calls: what AOTAutograd's disk cache has to know (see torch_private.cacheable).
-GRAPH_FUNCTIONS = (merge_cores, apply_operands, apply_bridge, ttm_lookup, rebuild_dense, attention_by_products)
+GRAPH_FUNCTIONS = (
+    merge_cores,
+    apply_operands,
+    apply_bridge,
+    apply_attention,
+    ttm_lookup,
+    rebuild_dense,
+    attention_by_products,
+)
 _OURS = (*GRAPH_FUNCTIONS, torch.unbind, operator.getitem)
 
 
@@ -88,6 +97,8 @@ def _call(
         return graph.call_function(attention_by_products, (*inputs, plan.causal, plan.scale))
     if BRIDGE in node.meta:
         return _call_bridge(graph, node, operands, replaced)
+    if ATTEND in node.meta:
+        return _call_attention(graph, node, operands, replaced)
     x, bias = (replaced.get(n, n) for n in (use.x, use.bias))  # each may itself have been a planned use
     if isinstance(plan, LinearPlan):
         return graph.call_function(apply_operands, (plan.encode(), x, bias, *operands[node]))
@@ -95,7 +106,10 @@ def _call(
 
 
 def _run_inside(node: fx.Node) -> list[fx.Node]:
-    """What runs as part of a bridge, readers before what they read."""
+    """What runs as part of a node's call, readers before what they read."""
+    if ATTEND in node.meta:
+        block: AttendUse = node.meta[ATTEND]
+        return [*block.between, *block.projections]
     bridge: BridgeUse | None = node.meta.get(BRIDGE)
     return [] if bridge is None else [*bridge.between, *bridge.firsts]
 
@@ -104,12 +118,30 @@ def _call_bridge(
     graph: fx.Graph, node: fx.Node, operands: dict[fx.Node, list[fx.Node]], replaced: dict[fx.Node, fx.Node]
 ) -> fx.Node:
     bridge: BridgeUse = node.meta[BRIDGE]
-    layers = [*bridge.firsts, node]
     rows = tuple(replaced.get(n, n) for n in (first.meta[USE].x for first in bridge.firsts))
+    texts, biases, flat = _layers([*bridge.firsts, node], operands, replaced)
+    return graph.call_function(apply_bridge, (bridge.activation, texts, rows, biases, *flat))
+
+
+def _call_attention(
+    graph: fx.Graph, node: fx.Node, operands: dict[fx.Node, list[fx.Node]], replaced: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    block: AttendUse = node.meta[ATTEND]
+    settings = block.heads, block.kv_heads, block.causal, block.scale
+    rows = tuple(replaced.get(n, n) for n in block.rows)
+    texts, biases, flat = _layers([*block.projections, node], operands, replaced)
+    mask = None if block.mask is None else replaced.get(block.mask, block.mask)
+    form = block.widths, block.sides, block.flat
+    return graph.call_function(apply_attention, (settings, form, texts, rows, biases, mask, *flat))
+
+
+def _layers(
+    layers: list[fx.Node], operands: dict[fx.Node, list[fx.Node]], replaced: dict[fx.Node, fx.Node]
+) -> tuple[tuple[Any, ...], ...]:
+    """Plans, biases and operands of linear uses that run together."""
     biases = tuple(replaced.get(n, n) for n in (layer.meta[USE].bias for layer in layers))
     texts = tuple(layer.meta[PLAN].encode() for layer in layers)
-    flat = [operand for layer in layers for operand in operands[layer]]
-    return graph.call_function(apply_bridge, (bridge.activation, texts, rows, biases, *flat))
+    return texts, biases, tuple(operand for layer in layers for operand in operands[layer])
 
 
 def _merge_all(graph: fx.Graph, linears: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:

@@ -1,19 +1,17 @@
-"""Pass 4: linear, pointwise function, linear. The wide tensor between the bonds of two weights is then never stored."""
+"""Pass 3: linear, pointwise function, linear. The wide tensor between the bonds of two weights is then never stored."""
 
 from __future__ import annotations
 
 import operator
-from itertools import takewhile
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 
-from comera_compile import torch_private
-from comera_compile.passes.graph_nodes import argument, called_name, example, graph_modules, writes
-from comera_compile.planning.linear_plan import LinearPlan
-from comera_compile.planning.uses import BRIDGE, INSIDE, PLAN, USE, Activation, BridgeUse
+from comera_compile.passes.graph_nodes import argument, example, graph_modules
+from comera_compile.passes.runs_together import may_begin, may_end, same_sizes, undisturbed
+from comera_compile.planning.uses import BRIDGE, INSIDE, USE, Activation, BridgeUse
 
 _FUNCTIONS: dict[Any, Activation] = {
     F.relu: "relu",
@@ -27,9 +25,6 @@ _FUNCTIONS: dict[Any, Activation] = {
 _METHODS: dict[str, Activation] = {"relu": "relu", "sigmoid": "sigmoid", "tanh": "tanh"}
 _GELU = (F.gelu, torch._C._nn.gelu)
 _PRODUCTS = (torch.mul, operator.mul)
-_DTYPES = (torch.float32, torch.float64)
-# Beginnings of the names of functions that change how what follows is run: gradients, autocast, inference mode.
-_SWITCHES = ("_set_", "_enter_", "_exit_")
 
 
 def find_bridges(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -40,22 +35,12 @@ def find_bridges(graph_module: fx.GraphModule) -> fx.GraphModule:
     """
     for module in graph_modules(graph_module):
         for node in module.graph.nodes:
-            bridge = _bridge(node) if _may_end(node) else None
+            bridge = _bridge(node) if may_end(node) else None
             if bridge is not None:
                 node.meta[BRIDGE] = bridge
                 for first in bridge.firsts:
                     first.meta[INSIDE] = True
     return graph_module
-
-
-def _may_end(node: fx.Node) -> bool:
-    """Whether a node is a linear use with merged halves whose operands the kernels know."""
-    plan = node.meta.get(PLAN)
-    if not isinstance(plan, LinearPlan) or not plan.merged:
-        return False
-    use = node.meta[USE]
-    tensors = [example(n) for n in (node, use.x, use.packed)]
-    return all(t.dtype == tensors[0].dtype and t.dtype in _DTYPES and t.device.type == "cpu" for t in tensors)
 
 
 def _bridge(node: fx.Node) -> BridgeUse | None:
@@ -65,7 +50,7 @@ def _bridge(node: fx.Node) -> BridgeUse | None:
     if x.target in _PRODUCTS and len(x.args) == 2 and not x.kwargs:
         for one, other in (x.args, x.args[::-1]):
             found = _activated(one)
-            if found is not None and _may_begin(other) and _same_shape(found[1], other):
+            if found is not None and may_begin(other) and same_sizes(example(found[1]).shape, example(other).shape):
                 function, gate = found
                 return _checked(node, BridgeUse(other, gate, function, (*between, one)))
         return None
@@ -81,13 +66,7 @@ def _activated(node: Any) -> tuple[Activation, fx.Node] | None:
     if not isinstance(node, fx.Node) or len(node.users) != 1 or not node.args:
         return None
     inner, function = node.args[0], _function(node)
-    return (function, inner) if function is not None and isinstance(inner, fx.Node) and _may_begin(inner) else None
-
-
-def _same_shape(one: fx.Node, other: fx.Node) -> bool:
-    shapes = example(one).shape, example(other).shape
-    same = len(shapes[0]) == len(shapes[1])
-    return same and all(torch_private.holds(a == b) for a, b in zip(*shapes, strict=True))
+    return (function, inner) if function is not None and isinstance(inner, fx.Node) and may_begin(inner) else None
 
 
 def _function(node: fx.Node) -> Activation | None:
@@ -99,16 +78,6 @@ def _function(node: fx.Node) -> Activation | None:
     return _METHODS.get(str(node.target)) if node.op == "call_method" else _FUNCTIONS.get(node.target)
 
 
-def _may_begin(node: Any) -> bool:
-    """Whether a node is a linear use that nothing but the function reads and that no other bridge has."""
-    alone = isinstance(node, fx.Node) and len(node.users) == 1
-    return alone and _may_end(node) and BRIDGE not in node.meta and INSIDE not in node.meta
-
-
 def _checked(node: fx.Node, bridge: BridgeUse) -> BridgeUse | None:
-    """The bridge, unless what runs between its ends has an effect: its first linears will run after that."""
-    order = list(node.graph.nodes)
-    start = min(order.index(first) for first in bridge.firsts)
-    inner = (*bridge.firsts, *bridge.between)
-    middle = takewhile(lambda n: n is not node, order[start:])
-    return None if any(writes(n) or called_name(n).startswith(_SWITCHES) for n in middle if n not in inner) else bridge
+    """The bridge, unless what runs between its ends has an effect."""
+    return bridge if undisturbed(bridge.firsts, node, (*bridge.firsts, *bridge.between)) else None

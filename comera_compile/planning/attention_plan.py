@@ -31,3 +31,11 @@ def pays_off(queries: object, keys: object, device_type: str) -> bool:
     if device_type != "cpu" or not isinstance(queries, int) or not isinstance(keys, int):
         return False
     return 0 < queries <= LONGEST_SHORT and 0 < keys <= LONGEST_SHORT
+
+
+def pays_off_between_bonds(bond: int, dim: int) -> bool:
+    """Whether attention is to run from the bonds of q, k and v to that of the output projection, the widest ``bond``.
+
+    Every product of rows with rows is then as wide as a bond, otherwise as wide as a head, ``dim``.
+    """
+    return bond <= dim

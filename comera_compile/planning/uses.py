@@ -12,8 +12,8 @@ from comera_compile.planning.linear_plan import Side
 # Keys of ``node.meta``.
 USE = "comera_use"
 PLAN = "comera_plan"
-# On the last linear use of a bridge: what it is; on its first ones: that they run as part of it.
-BRIDGE, INSIDE = "comera_bridge", "comera_inside"
+# On the last linear use of a bridge, or of attention from bond to bond: what it is; on what runs as part of it: that.
+BRIDGE, ATTEND, INSIDE = "comera_bridge", "comera_attend", "comera_inside"
 # On the only operation of a graph, where it runs alone: how (``planning/alone.py``).
 ALONE = "comera_alone"
 # Key of ``node.meta["custom"]``, which AOTAutograd hands on to the operations that a node is traced into: a plan's.
@@ -73,3 +73,34 @@ class BridgeUse:
     def firsts(self) -> tuple[fx.Node, ...]:
         """The linear uses that it begins with."""
         return (self.value,) if self.gate is None else (self.value, self.gate)
+
+
+@dataclass(frozen=True)
+class AttendUse:
+    """Linear uses, attention between heads of what they give, and a last linear use that reads all heads side by side.
+
+    Args:
+        projections: the linear uses that give q, k and v, of ``[batch, tokens, inputs]``: three, or fewer where columns
+            of one are divided among them.
+        rows: x of each, with these three axes.
+        widths: columns of the parts of each.
+        sides: of q, k and v each the number of the projection and of its part.
+        mask: node of what is added to the scores, or of which of them count, or None.
+        heads: of q; those of k and v, ``kv_heads``, divide them.
+        causal: whether query i sees the keys up to i only.
+        scale: factor of the scores.
+        flat: whether the last linear use has batch and tokens in one axis.
+        between: nodes between the projections and the last use, readers before what they read.
+    """
+
+    projections: tuple[fx.Node, ...]
+    rows: tuple[fx.Node, ...]
+    widths: tuple[tuple[int, ...], ...]
+    sides: tuple[tuple[int, int], ...]
+    mask: fx.Node | None
+    heads: int
+    kv_heads: int
+    causal: bool
+    scale: float
+    flat: bool
+    between: tuple[fx.Node, ...]

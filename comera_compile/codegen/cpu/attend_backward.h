@@ -10,49 +10,46 @@ struct Gradients {
   T *hq, *hk, *hv, *second_q, *bias_q, *second_k, *bias_k, *second_v, *bias_v, *first;
 };
 
-// Sums for the halves of one group of heads: [terms, dim] each.
+// Sums for the two inner matrices of one head.
 template <class T>
-struct HalfSums {
-  int64_t row, size;
-  Matrix<T> q, k, v, first;
+struct HeadSums {
+  int64_t size;
+  Matrix<T> keys, values;
 
-  HalfSums(const Problem<T>& p, T* at) : row(apart<T>(p.dim)) {
-    q = {at, row};
-    k = q.from(p.group() * p.q.terms());
-    v = k.from(p.k.terms());
-    first = v.from(p.v.terms());
-    size = first.from(p.group() * p.first.bond).data - at;
+  HeadSums(const Problem<T>& p, T* at) : keys{at, apart<T>(p.q.terms())} {
+    values = {keys.from(p.k.terms()).data, apart<T>(p.first.bond)};
+    size = values.from(p.v.terms()).data - at;
   }
 };
 
-// Sums for the halves from every thread that works on a group. Threads come in the order of the groups, so thread +
-// group tells all pairs apart that can be.
+// The same from every thread that works on a head. Threads come in the order of the heads, so thread + head tells all
+// pairs apart that can be.
 template <class T>
-struct AllHalfSums {
+struct AllHeadSums {
   const Problem<T>& p;
   int64_t size;
   Lines<T> all;
 
-  AllHalfSums(const Problem<T>& p, int64_t threads)
-      : p(p), size(HalfSums<T>(p, nullptr).size), all(room<T>((threads + p.kv_heads) * size)) {}
+  AllHeadSums(const Problem<T>& p, int64_t threads)
+      : p(p), size(HeadSums<T>(p, nullptr).size), all(room<T>((threads + p.heads) * size)) {}
 
-  HalfSums<T> of(int64_t thread, int64_t group) const { return {p, all.get() + (thread + group) * size}; }
+  HeadSums<T> of(int64_t thread, int64_t head) const { return {p, all.get() + (thread + head) * size}; }
 
-  // Adds the sums of all threads for a group, in their order, into the first; zeros where no thread worked on it.
-  HalfSums<T> join(int64_t group, int64_t threads) const {
+  // Adds the sums of all threads for a head, in their order, into the first; zeros where no thread worked on it.
+  HeadSums<T> join(int64_t head, int64_t threads) const {
     T* sum = nullptr;
     for (int64_t t = 0; t < threads; t++) {
-      if (Task(p.batch, p.kv_heads, group, t, threads).empty()) continue;
-      T* more = all.get() + (t + group) * size;
+      if (Task(p.batch, p.heads, head, t, threads).empty()) continue;
+      T* more = all.get() + (t + head) * size;
       for (int64_t j = 0; sum != nullptr && j < size; j++) sum[j] += more[j];
       sum = sum == nullptr ? more : sum;
     }
-    if (sum == nullptr) std::fill_n(sum = all.get() + group * size, size, T(0));
+    if (sum == nullptr) std::fill_n(sum = all.get() + head * size, size, T(0));
     return {p, sum};
   }
 };
 
-// One head's columns of the gradients of a half and its bias.
+// One head's columns of the gradients of a half and its bias, which may have other heads' in them already.
 template <class T>
 void hand_over(const Half<T>& half, int64_t head, int64_t dim, T scale, Matrix<T> sums, T* to, T* bias) {
   for (int64_t i = 0; i < half.terms(); i++) {
@@ -61,16 +58,40 @@ void hand_over(const Half<T>& half, int64_t head, int64_t dim, T scale, Matrix<T
   }
 }
 
+// Gradients of the halves that one group of heads has, from those of the inner matrices: of a b^T = m they are dm b and
+// dm^T a.
 template <class T>
-void hand_over_group(const Problem<T>& p, int64_t group, const HalfSums<T>& sums, const Gradients<T>& to) {
-  for (int64_t h = 0; h < p.group(); h++) {
-    const int64_t head = group * p.group() + h;
-    hand_over(p.q, head, p.dim, p.scale, sums.q.from(h * p.q.terms()), to.second_q, to.bias_q);
-    hand_over(p.first, head, p.dim, T(1), sums.first.from(h * p.first.bond), to.first, static_cast<T*>(nullptr));
+struct HalfGradients {
+  const Problem<T>& p;
+  Scratch<T> scratch;
+  Pair<T> keys, values;
+  Matrix<T> dq, dk, dv, d_first;
+
+  explicit HalfGradients(const Problem<T>& p)
+      : p(p), keys(scratch, p.k, p.q, p.dim), values(scratch, p.v, p.first, p.dim),
+        dq(scratch.matrix(p.q.terms(), p.dim)), dk(scratch.matrix(p.k.terms(), p.dim)),
+        dv(scratch.matrix(p.v.terms(), p.dim)), d_first(scratch.matrix(p.first.bond, p.dim)) {}
+
+  void run(int64_t group, const AllHeadSums<T>& all, int64_t threads, const Gradients<T>& to) {
+    const int64_t columns = padded(p.dim, WIDTH<T>);
+    for (int64_t h = 0; h < p.group(); h++) {
+      const int64_t head = group * p.group() + h;
+      const HeadSums<T> sums = all.join(head, threads);
+      pack_head(p.k, group, p.dim, T(1), keys.a);
+      pack_head(p.q, head, p.dim, p.scale, keys.b);
+      pack_head(p.v, group, p.dim, T(1), values.a);
+      pack_head(p.first, head, p.dim, T(1), values.b);
+      product(p.k.terms(), columns, p.q.terms(), sums.keys.left(), keys.b, dk, h > 0);
+      product(p.q.terms(), columns, p.k.terms(), sums.keys.transposed(), keys.a, dq);
+      product(p.v.terms(), columns, p.first.bond, sums.values.left(), values.b, dv, h > 0);
+      product(p.first.bond, columns, p.v.terms(), sums.values.transposed(), values.a, d_first);
+      hand_over(p.q, head, p.dim, p.scale, dq, to.second_q, to.bias_q);
+      hand_over(p.first, head, p.dim, T(1), d_first, to.first, static_cast<T*>(nullptr));
+    }
+    hand_over(p.k, group, p.dim, T(1), dk, to.second_k, to.bias_k);
+    hand_over(p.v, group, p.dim, T(1), dv, to.second_v, to.bias_v);
   }
-  hand_over(p.k, group, p.dim, T(1), sums.k, to.second_k, to.bias_k);
-  hand_over(p.v, group, p.dim, T(1), sums.v, to.second_v, to.bias_v);
-}
+};
 
 // Gradients of the bonds, of each thread.
 template <class T>
@@ -112,107 +133,122 @@ void softmax_gradient(int64_t keys, int64_t columns, Matrix<T> weights, const T*
   }
 }
 
+// What the backward reads beside what the forward did: bonds of q as rows, and the gradient of the result both ways.
+template <class T>
+struct Given {
+  Rows<T> q;
+  QueryColumns<T> turned;
+  const T* grad;
+
+  Given(const Problem<T>& p, const T* grad)
+      : q(p.batch, p.queries, p.q.terms()), turned(p, p.first.bond), grad(grad) {}
+
+  void take(const Problem<T>& p, int64_t me, int64_t threads) {
+    q.take(p.hq, p.q.bond, me, threads);
+    turned.take(p, grad, p.first.bond, me, threads);
+  }
+};
+
 // One thread's backward. With weights e and inverse sums r, the probabilities are e r; r goes into the gradient of the
-// result instead, so that no block of scores is divided: with g = r grad, dO = g first and dP = dO v^T, dv is e^T dO
-// and the gradient of the scores e (dP - r rowsum(e dP)).
+// result instead, so that no block of scores is divided: with g = r grad, dP is g v^T, the gradient of v e^T g, and that
+// of the scores e (dP - r rowsum(e dP)).
 template <class T>
 struct BackwardHeads {
   Heads<T> heads;
-  const QueryRows<T>& grads;
+  const Given<T>& given;
   const BondParts<T>& parts;
   int64_t me;
-  Matrix<T> q, grad, d_mixed, d_mixed_turned, d_scores, d_q, d_k, d_v;
+  Matrix<T> grad, grad_turned, d_scores, d_k, d_v;
 
-  BackwardHeads(const Problem<T>& p, const Bonds<T>& bonds, const QueryRows<T>& grads, const BondParts<T>& parts,
+  BackwardHeads(const Problem<T>& p, const Bonds<T>& bonds, const Given<T>& given, const BondParts<T>& parts,
                 int64_t me)
-      : heads(p, bonds, true), grads(grads), parts(parts), me(me) {
+      : heads(p, bonds), given(given), parts(parts), me(me) {
     Scratch<T>& scratch = heads.scratch;
-    for (Matrix<T>* m : {&q, &d_mixed, &d_q}) *m = scratch.matrix(p.block(), p.dim);
-    for (Matrix<T>* m : {&d_k, &d_v}) *m = scratch.matrix(p.keys, p.dim);
-    grad = scratch.matrix(p.first.bond, p.block());
-    d_mixed_turned = scratch.matrix(p.dim, p.block());
+    grad = scratch.matrix(p.block(), p.first.bond);
+    grad_turned = scratch.matrix(p.first.bond, p.block());
     d_scores = scratch.matrix(p.keys, p.block());
+    d_k = scratch.matrix(p.keys, p.q.terms());
+    d_v = scratch.matrix(p.keys, p.first.bond);
   }
 
-  void run(int64_t number, const Task& task, const HalfSums<T>& sums) {
+  void run(int64_t head, const Task& task, const HeadSums<T>& sums) {
     const Problem<T>& p = heads.p;
-    heads.group.pack(number, p.scale);
-    std::fill_n(sums.q.data, sums.size, T(0));
+    heads.make_head(head);
+    std::fill_n(sums.keys.data, sums.size, T(0));
     for (int64_t entry = task.first; entry < task.last; entry++) {
       heads.make_keys(entry);
       for (const Matrix<T>& m : {d_k, d_v}) std::fill_n(m.data, p.keys * m.row, T(0));
-      for (int64_t k = 0; k < p.group() * p.blocks(); k++) {
-        const Place at(p, entry, number * p.group() + k / p.blocks(), k % p.blocks());
+      for (int64_t number = 0; number < p.blocks(); number++) {
+        const Place at(p, entry, head, number);
         heads.attend(at);
-        result_side(at, sums);
-        scores_side(at, sums);
+        take_grad(at);
+        block(at);
       }
-      keys_side(p.k, heads.group.k, heads.bonds.k.entry(entry), d_k, sums.k, parts.k.of(me).from(entry * p.keys));
-      keys_side(p.v, heads.group.v, heads.bonds.v.entry(entry), d_v, sums.v, parts.v.of(me).from(entry * p.keys));
+      keys_side(heads.keys, heads.bonds.k.from(entry, 0), d_k, sums.keys, parts.k.of(me).from(entry * p.keys));
+      keys_side(heads.values, heads.bonds.v.from(entry, 0), d_v, sums.values, parts.v.of(me).from(entry * p.keys));
     }
   }
 
  private:
-  // grad = r times the gradient of the result, transposed; from it dO, its transpose, and the gradient of `first`.
-  void result_side(const Place& at, const HalfSums<T>& sums) {
+  // r times the gradient of the result, and that transposed.
+  void take_grad(const Place& at) {
     const Problem<T>& p = heads.p;
-    const int64_t columns = at.columns<T>(), bond = p.first.bond, head = at.head % p.group();
-    const Matrix<T> first = heads.group.first.of(head), given = grads.block(at.entry, at.number);
+    const int64_t columns = at.columns<T>(), bond = p.first.bond;
+    const Matrix<T> turned = given.turned.block(at.entry, at.number);
+    const T* const r = heads.inverse.data;
     for (int64_t k = 0; k < bond; k++)
       for (int64_t i = 0; i < columns; i++)
-        grad.data[k * grad.row + i] = given.data[k * given.row + i] * heads.inverse.data[i];
-    product(at.some, p.columns(), bond, grad.transposed(), first, d_mixed);
-    product(p.dim, columns, bond, first.transposed(), grad, d_mixed_turned);
-    product(bond, p.columns(), at.some, grad.left(), heads.mixed, sums.first.from(head * bond), true);
+        grad_turned.data[k * grad_turned.row + i] = turned.data[k * turned.row + i] * r[i];
+    const T* from = given.grad + (at.entry * p.queries + at.first) * bond;
+    for (int64_t i = 0; i < at.some; i++) {
+      for (int64_t k = 0; k < bond; k++) grad.data[i * grad.row + k] = from[i * bond + k] * r[i];
+      std::fill(grad.data + i * grad.row + bond, grad.data + (i + 1) * grad.row, T(0));
+    }
   }
 
-  // Gradients of v and the scores, and from these of k, q and q's bond and half.
-  void scores_side(const Place& at, const HalfSums<T>& sums) {
+  // Gradients of v, the scores, k and the bond of q.
+  void block(const Place& at) {
+    constexpr int64_t W = WIDTH<T>;
     const Problem<T>& p = heads.p;
-    const int64_t columns = at.columns<T>(), head = at.head % p.group();
-    const Matrix<T> bond = heads.bonds.q.block(at.entry, at.number), half = heads.group.q.of(head);
-    product(at.seen, p.columns(), at.some, heads.weights.left(), d_mixed, d_v, true);
-    product(at.seen, columns, p.dim, heads.v.left(), d_mixed_turned, d_scores);
+    const int64_t columns = at.columns<T>(), bond = p.first.bond;
+    product(at.seen, padded(bond, W), at.some, heads.weights.left(), grad, d_v, true);
+    product(at.seen, columns, bond, heads.v.left(), grad_turned, d_scores);
     softmax_gradient(at.seen, columns, heads.weights, heads.inverse.data, d_scores);
-    product(at.some, p.columns(), p.q.terms(), bond.transposed(), half, q);
-    product(at.seen, p.columns(), at.some, d_scores.left(), q, d_k, true);
-    product(at.some, p.columns(), at.seen, d_scores.transposed(), heads.k, d_q);
-    product(p.q.terms(), p.columns(), at.some, bond.left(), d_q, sums.q.from(head * p.q.terms()), true);
+    product(at.seen, padded(p.q.terms(), W), at.some, d_scores.left(), given.q.from(at.entry, at.first), d_k, true);
     const Matrix<T> to = parts.q.of(me).from(at.entry * p.queries + at.first);
-    product(at.some, to.row, p.dim, d_q.left(), heads.group.q.turned_of(head), to, true);
+    product(at.some, to.row, at.seen, d_scores.transposed(), heads.k, to, true);
   }
 
-  // Gradients of the bond and the half of k or v from its own.
-  void keys_side(const Half<T>& half, const GroupHalf<T>& group, Matrix<T> bond, Matrix<T> d_rows, Matrix<T> d_half,
-                 Matrix<T> d_bond) {
-    const Problem<T>& p = heads.p;
-    product(half.terms(), p.columns(), p.keys, bond.transposed(), d_rows, d_half, true);
-    product(p.keys, d_bond.row, p.dim, d_rows.left(), group.turned_of(0), d_bond, true);
+  // Gradients of an inner matrix and of the bond that it was applied to.
+  void keys_side(const Pair<T>& pair, Matrix<T> bond, Matrix<T> d_rows, Matrix<T> d_pair, Matrix<T> d_bond) {
+    const int64_t keys = heads.p.keys, columns = padded(pair.right.terms(), WIDTH<T>);
+    product(pair.left.terms(), columns, keys, bond.transposed(), d_rows, d_pair, true);
+    product(keys, d_bond.row, pair.right.terms(), d_rows.left(), pair.turned, d_bond, true);
   }
 };
 
 template <class T>
 void attend_backward(const Problem<T>& p, const T* grad, const Gradients<T>& to, int64_t most) {
-  most = std::min(most, std::max<int64_t>(1, p.batch * p.kv_heads));
+  most = std::min(most, std::max<int64_t>(1, p.batch * p.heads));
   Bonds<T> bonds(p);
-  QueryRows<T> grads(p, p.first.bond);
+  Given<T> given(p, grad);
   BondParts<T> parts(p, most);
-  const AllHalfSums<T> sums(p, most);
+  const AllHeadSums<T> sums(p, most);
   each_thread(most, [&](int64_t me, int64_t threads, auto meet) {
     bonds.take(p, me, threads);
-    grads.take(p, grad, p.first.bond, me, threads);
+    given.take(p, me, threads);
     parts.clear(me);
     meet();
-    BackwardHeads<T> heads(p, bonds, grads, parts, me);
-    for (int64_t group = 0; group < p.kv_heads; group++) {
-      const Task task(p.batch, p.kv_heads, group, me, threads);
-      if (!task.empty()) heads.run(group, task, sums.of(me, group));
+    BackwardHeads<T> heads(p, bonds, given, parts, me);
+    for (int64_t head = 0; head < p.heads; head++) {
+      const Task task(p.batch, p.heads, head, me, threads);
+      if (!task.empty()) heads.run(head, task, sums.of(me, head));
     }
     meet();
     parts.join(to, me, threads);
     const Share mine(p.kv_heads, 1, me, threads);
-    for (int64_t group = mine.first; group < mine.last; group++)
-      hand_over_group(p, group, sums.join(group, threads), to);
+    HalfGradients<T> halves(p);
+    for (int64_t group = mine.first; group < mine.last; group++) halves.run(group, sums, threads, to);
   });
 }
 

@@ -10,7 +10,7 @@ struct Place {
 
   template <class T>
   Place(const Problem<T>& p, int64_t entry, int64_t head, int64_t number)
-      : entry(entry), head(head), number(number), first(number * BLOCK), some(std::min(BLOCK, p.queries - first)),
+      : entry(entry), head(head), number(number), first(number * p.block()), some(std::min(p.block(), p.queries - first)),
         seen(p.seen(first + some)) {}
 
   template <class T>
@@ -35,38 +35,44 @@ void add_mask(const Problem<T>& p, const Place& at, Matrix<T> scores) {
   }
 }
 
-// What one thread needs for the scores of a block: k and v of one head, q and the scores transposed. The scores of a
-// query are a column: softmax then works on vectors of queries, and only k, not its transpose, is needed.
+// What one thread needs for the weights of a block. The scores of a query are a column: softmax then works on vectors
+// of queries.
+//
+// With hq, hk, hv the bonds with their ones and Q, K, V, F one head's columns of the halves with their biases, scores
+// are hk (K Q^T) hq^T and the result is (weights^T hv) (V F^T): both inner matrices are small and made once for a head.
 template <class T>
 struct Heads {
   const Problem<T>& p;
   const Bonds<T>& bonds;
   Scratch<T> scratch;
-  Group<T> group;
-  Matrix<T> k, v, q_turned, weights, inverse, mixed;
+  Pair<T> keys, values;  // K Q^T scaled, V F^T
+  Matrix<T> k, v, weights, inverse;
 
-  Heads(const Problem<T>& p, const Bonds<T>& bonds, bool backward)
-      : p(p), bonds(bonds), group(scratch, p, backward), k(scratch.matrix(p.keys, p.dim)),
-        v(scratch.matrix(p.keys, p.dim)), q_turned(scratch.matrix(p.dim, p.block())),
-        weights(scratch.matrix(p.keys, p.block())), inverse(scratch.matrix(1, p.block())),
-        mixed(scratch.matrix(p.block(), p.dim)) {}
+  Heads(const Problem<T>& p, const Bonds<T>& bonds)
+      : p(p), bonds(bonds), keys(scratch, p.k, p.q, p.dim), values(scratch, p.v, p.first, p.dim),
+        k(scratch.matrix(p.keys, p.q.terms())), v(scratch.matrix(p.keys, p.first.bond)),
+        weights(scratch.matrix(p.keys, p.block())), inverse(scratch.matrix(1, p.block())) {}
 
-  void make_keys(int64_t entry) {
-    product(p.keys, p.columns(), p.k.terms(), bonds.k.entry(entry).left(), group.k.of(0), k);
-    product(p.keys, p.columns(), p.v.terms(), bonds.v.entry(entry).left(), group.v.of(0), v);
+  void make_head(int64_t head) {
+    keys.make(head / p.group(), head, p.scale);
+    values.make(head / p.group(), head, T(1));
   }
 
-  // weights[key, query]: exp of the scores less the largest; inverse: one over their sums; mixed = weights^T v.
+  // k and v: rows of the keys that meet the bonds of q and of the result.
+  void make_keys(int64_t entry) {
+    constexpr int64_t W = WIDTH<T>;
+    product(p.keys, padded(p.q.terms(), W), p.k.terms(), bonds.k.from(entry, 0).left(), keys.plain, k);
+    product(p.keys, padded(p.first.bond, W), p.v.terms(), bonds.v.from(entry, 0).left(), values.plain, v);
+  }
+
+  // weights[key, query]: exp of the scores less the largest; inverse: one over their sums.
   void attend(const Place& at) {
     const int64_t columns = at.columns<T>();
-    const Matrix<T> half = group.q.of(at.head % p.group());
-    product(p.dim, columns, p.q.terms(), half.transposed(), bonds.q.block(at.entry, at.number), q_turned);
-    product(at.seen, columns, p.dim, k.left(), q_turned, weights);
+    product(at.seen, columns, p.q.terms(), k.left(), bonds.q.block(at.entry, at.number), weights);
     if (p.mask != nullptr) add_mask(p, at, weights);
     for (int64_t key = at.first + 1; p.causal && key < at.seen; key++)
       std::fill_n(weights.data + key * weights.row, key - at.first, -std::numeric_limits<T>::infinity());
     exp_columns(at.seen, columns, weights.data, weights.row, inverse.data);
-    product(at.some, p.columns(), at.seen, weights.transposed(), v, mixed);
   }
 };
 
@@ -89,35 +95,37 @@ struct Parts {
 };
 
 template <class T>
-void attend_group(Heads<T>& heads, int64_t number, const Task& task, Matrix<T> result) {
+void attend_head(Heads<T>& heads, int64_t head, const Task& task, Matrix<T> mixed, Matrix<T> result) {
   const Problem<T>& p = heads.p;
-  heads.group.pack(number, p.scale);
+  heads.make_head(head);
   for (int64_t entry = task.first; entry < task.last; entry++) {
     heads.make_keys(entry);
-    for (int64_t k = 0; k < p.group() * p.blocks(); k++) {
-      const Place at(p, entry, number * p.group() + k / p.blocks(), k % p.blocks());
+    for (int64_t number = 0; number < p.blocks(); number++) {
+      const Place at(p, entry, head, number);
       heads.attend(at);
+      product(at.some, result.row, at.seen, heads.weights.transposed(), heads.v, mixed);
+      const Matrix<T> to = result.from(entry * p.queries + at.first);
       for (int64_t i = 0; i < at.some; i++)
-        for (int64_t j = 0; j < p.columns(); j++) heads.mixed.from(i).data[j] *= heads.inverse.data[i];
-      product(at.some, result.row, p.dim, heads.mixed.left(), heads.group.first.turned_of(k / p.blocks()),
-              result.from(entry * p.queries + at.first), true);
+        for (int64_t j = 0; j < result.row; j++)
+          to.data[i * to.row + j] += heads.inverse.data[i] * mixed.data[i * mixed.row + j];
     }
   }
 }
 
 template <class T>
 void attend(const Problem<T>& p, T* result, int64_t most) {
-  most = std::min(most, std::max<int64_t>(1, p.batch * p.kv_heads));
+  most = std::min(most, std::max<int64_t>(1, p.batch * p.heads));
   Bonds<T> bonds(p);
   Parts<T> parts(p.batch * p.queries, p.first.bond, most);
   each_thread(most, [&](int64_t me, int64_t threads, auto meet) {
     bonds.take(p, me, threads);
     parts.clear(me);
     meet();
-    Heads<T> heads(p, bonds, false);
-    for (int64_t group = 0; group < p.kv_heads; group++) {
-      const Task task(p.batch, p.kv_heads, group, me, threads);
-      if (!task.empty()) attend_group(heads, group, task, parts.of(me));
+    Heads<T> heads(p, bonds);
+    const Matrix<T> mixed = heads.scratch.matrix(p.block(), p.first.bond);
+    for (int64_t head = 0; head < p.heads; head++) {
+      const Task task(p.batch, p.heads, head, me, threads);
+      if (!task.empty()) attend_head(heads, head, task, mixed, parts.of(me));
     }
     meet();
     parts.join(result, me, threads);

@@ -1,4 +1,5 @@
-// Operands of the attention block, packed: rows of the bonds once for all heads, halves for one group of heads.
+// Operands of the attention block, packed: rows of the bonds once for all heads, and of the halves what a head makes of
+// two of them.
 #ifndef COMERA_ATTEND_PACK_H
 #define COMERA_ATTEND_PACK_H
 
@@ -16,11 +17,11 @@ void take_columns(const T* h, int64_t count, int64_t bond, int64_t terms, Matrix
 
 // Rows that belong to queries, transposed block by block: what is read while the queries of one block are worked on.
 template <class T>
-struct QueryRows {
+struct QueryColumns {
   int64_t blocks, terms, row;
   Lines<T> all;
 
-  QueryRows(const Problem<T>& p, int64_t terms)
+  QueryColumns(const Problem<T>& p, int64_t terms)
       : blocks(p.blocks()), terms(terms), row(apart<T>(p.block())), all(room<T>(p.batch * blocks * terms * row)) {}
 
   Matrix<T> block(int64_t entry, int64_t number) const {
@@ -30,41 +31,47 @@ struct QueryRows {
   void take(const Problem<T>& p, const T* h, int64_t bond, int64_t me, int64_t threads) {
     const Share mine(p.batch * blocks, 1, me, threads);
     for (int64_t k = mine.first; k < mine.last; k++) {
-      const int64_t first = k % blocks * BLOCK, some = std::min(BLOCK, p.queries - first);
+      const int64_t first = k % blocks * p.block(), some = std::min(p.block(), p.queries - first);
       take_columns(h + (k / blocks * p.queries + first) * bond, some, bond, terms, block(k / blocks, k % blocks));
     }
   }
 };
 
-// Rows that belong to keys.
+// Rows of one entry of the batch after those of another, a one behind each if there is a bias, then zeros.
 template <class T>
-struct KeyRows {
-  int64_t keys, terms;
+struct Rows {
+  int64_t count, entries, terms, row;
   Lines<T> all;
 
-  KeyRows(const Problem<T>& p, const Half<T>& half)
-      : keys(p.keys), terms(half.terms()), all(room<T>(p.batch * keys * terms)) {}
+  Rows(int64_t entries, int64_t count, int64_t terms)
+      : count(count), entries(entries), terms(terms), row(apart<T>(terms)), all(room<T>(entries * count * row)) {}
 
-  Matrix<T> entry(int64_t number) const { return {all.get() + number * keys * terms, terms}; }
+  Matrix<T> from(int64_t entry, int64_t i) const { return {all.get() + (entry * count + i) * row, row}; }
 
-  void take(const Problem<T>& p, const T* h, int64_t bond, int64_t me, int64_t threads) {
-    const Share mine(p.batch * keys, 1, me, threads);
-    take_rows(h + mine.first * bond, mine.last - mine.first, bond, terms, all.get() + mine.first * terms);
+  void take(const T* h, int64_t bond, int64_t me, int64_t threads) {
+    const Share mine(entries * count, 1, me, threads);
+    for (int64_t i = mine.first; i < mine.last; i++) {
+      T* to = all.get() + i * row;
+      std::copy_n(h + i * bond, bond, to);
+      std::fill(to + bond, to + terms, T(1));
+      std::fill(to + terms, to + row, T(0));
+    }
   }
 };
 
 // The bonds of q, k and v.
 template <class T>
 struct Bonds {
-  QueryRows<T> q;
-  KeyRows<T> k, v;
+  QueryColumns<T> q;
+  Rows<T> k, v;
 
-  explicit Bonds(const Problem<T>& p) : q(p, p.q.terms()), k(p, p.k), v(p, p.v) {}
+  explicit Bonds(const Problem<T>& p)
+      : q(p, p.q.terms()), k(p.batch, p.keys, p.k.terms()), v(p.batch, p.keys, p.v.terms()) {}
 
   void take(const Problem<T>& p, int64_t me, int64_t threads) {
     q.take(p, p.hq, p.q.bond, me, threads);
-    k.take(p, p.hk, p.k.bond, me, threads);
-    v.take(p, p.hv, p.v.bond, me, threads);
+    k.take(p.hk, p.k.bond, me, threads);
+    v.take(p.hv, p.v.bond, me, threads);
   }
 };
 
@@ -79,56 +86,34 @@ void pack_head(const Half<T>& half, int64_t head, int64_t dim, T scale, Matrix<T
   }
 }
 
-// The same as rows, without the bias; zeros behind the bond.
+// A matrix transposed; zeros behind the last column.
 template <class T>
-void pack_head_transposed(const Half<T>& half, int64_t head, int64_t dim, T scale, Matrix<T> to) {
-  for (int64_t j = 0; j < dim; j++) {
-    T* row = to.data + j * to.row;
-    for (int64_t i = 0; i < half.bond; i++) row[i] = scale * half.data[i * half.size + head * dim + j];
-    std::fill(row + half.bond, row + to.row, T(0));
+void turn(Matrix<T> from, int64_t rows, int64_t columns, Matrix<T> to) {
+  for (int64_t j = 0; j < columns; j++) {
+    for (int64_t i = 0; i < rows; i++) to.data[j * to.row + i] = from.data[i * from.row + j];
+    std::fill(to.data + j * to.row + rows, to.data + (j + 1) * to.row, T(0));
   }
 }
 
-// One half for the heads of a group, one behind the other: [terms, dim], and, where wanted, [dim, bond].
+// What a head makes of two halves a and b, [terms, dim] each: a b^T, and that transposed. Rows of a's bond times it are
+// to those of b's bond as the rows of q are to those of k: no row of the width of a head is ever made.
 template <class T>
-struct GroupHalf {
-  Half<T> half;
-  int64_t heads, dim;
-  Matrix<T> plain, turned;
+struct Pair {
+  Half<T> left, right;
+  int64_t dim;
+  Matrix<T> a, b, b_turned, plain, turned;
 
-  GroupHalf(Scratch<T>& scratch, const Half<T>& half, int64_t heads, int64_t dim, bool needs_plain, bool needs_turned)
-      : half(half), heads(heads), dim(dim), plain(scratch.matrix(needs_plain ? heads * half.terms() : 0, dim)),
-        turned(scratch.matrix(needs_turned ? heads * dim : 0, half.bond)), has_plain(needs_plain),
-        has_turned(needs_turned) {}
+  Pair(Scratch<T>& scratch, const Half<T>& left, const Half<T>& right, int64_t dim)
+      : left(left), right(right), dim(dim), a(scratch.matrix(left.terms(), dim)), b(scratch.matrix(right.terms(), dim)),
+        b_turned(scratch.matrix(dim, right.terms())), plain(scratch.matrix(left.terms(), right.terms())),
+        turned(scratch.matrix(right.terms(), left.terms())) {}
 
-  void pack(int64_t group, T scale) {
-    for (int64_t h = 0; h < heads; h++) {
-      if (has_plain) pack_head(half, group * heads + h, dim, scale, of(h));
-      if (has_turned) pack_head_transposed(half, group * heads + h, dim, scale, turned_of(h));
-    }
-  }
-
-  Matrix<T> of(int64_t h) const { return plain.from(h * half.terms()); }
-  Matrix<T> turned_of(int64_t h) const { return turned.from(h * dim); }
-
- private:
-  bool has_plain, has_turned;
-};
-
-// All halves for one group. The scale belongs to q.
-template <class T>
-struct Group {
-  GroupHalf<T> q, k, v, first;
-
-  Group(Scratch<T>& scratch, const Problem<T>& p, bool backward)
-      : q(scratch, p.q, p.group(), p.dim, true, backward), k(scratch, p.k, 1, p.dim, true, backward),
-        v(scratch, p.v, 1, p.dim, true, backward), first(scratch, p.first, p.group(), p.dim, backward, !backward) {}
-
-  void pack(int64_t group, T scale) {
-    q.pack(group, scale);
-    k.pack(group, T(1));
-    v.pack(group, T(1));
-    first.pack(group, T(1));
+  void make(int64_t left_head, int64_t right_head, T scale) {
+    pack_head(left, left_head, dim, T(1), a);
+    pack_head(right, right_head, dim, scale, b);
+    turn(b, right.terms(), dim, b_turned);
+    product(left.terms(), padded(right.terms(), WIDTH<T>), dim, a.left(), b_turned, plain);
+    turn(plain, left.terms(), right.terms(), turned);
   }
 };
 

@@ -63,22 +63,27 @@ struct Problem {
   bool causal;
 
   int64_t group() const { return heads / kv_heads; }
-  int64_t columns() const { return padded(dim, WIDTH<T>); }
-  int64_t blocks() const { return ceil_div(queries, BLOCK); }
-  int64_t block() const { return std::min(BLOCK, queries); }
+  int64_t blocks() const { return ceil_div(queries, block()); }
+
+  // Queries that are worked on at a time: their scores and the gradients of these stay in the second cache.
+  int64_t block() const {
+    constexpr int64_t ROOM = 384 << 10, LEAST = 16;
+    const int64_t fit = ROOM / (2 * int64_t(sizeof(T)) * std::max<int64_t>(1, keys)) / LEAST * LEAST;
+    return std::max<int64_t>(1, std::min(queries, std::min(BLOCK, std::max(LEAST, fit))));
+  }
   // keys that the queries before `end` may see
   int64_t seen(int64_t end) const { return causal ? std::min(keys, end) : keys; }
 };
 
-// Batch entries of one group of heads that a thread works on. All groups one after the other are dealt out in equal
-// shares: while there are no more threads than groups, most groups have one thread.
+// Batch entries of one head that a thread works on. All heads one after the other are dealt out in equal shares: while
+// there are no more threads than heads, most heads have one thread.
 struct Task {
   int64_t first, last;
 
-  Task(int64_t batch, int64_t groups, int64_t group, int64_t me, int64_t threads) {
-    const Share mine(batch * groups, 1, me, threads);
-    first = std::max<int64_t>(0, mine.first - group * batch);
-    last = std::min(batch, mine.last - group * batch);
+  Task(int64_t batch, int64_t heads, int64_t head, int64_t me, int64_t threads) {
+    const Share mine(batch * heads, 1, me, threads);
+    first = std::max<int64_t>(0, mine.first - head * batch);
+    last = std::min(batch, mine.last - head * batch);
   }
 
   bool empty() const { return first >= last; }
