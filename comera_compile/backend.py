@@ -24,7 +24,8 @@ from comera_compile.ledger import SavedBytes
 from comera_compile.memory_policy import keep_freed_memory
 from comera_compile.options import Options
 from comera_compile.passes.count_saved import count_saved
-from comera_compile.passes.graph_nodes import example
+from comera_compile.passes.graph_nodes import example, graph_modules
+from comera_compile.passes.plan_attention import ATTENTION
 from comera_compile.passes.tag_saved_tensors import tag_saved_tensors
 from comera_compile.plan_record import record_plans
 from comera_compile.planning.alone import Alone
@@ -121,7 +122,8 @@ def _build_kernels(graph_module: fx.GraphModule) -> None:
     values = map(torch_private.placeholder_value, graph_module.graph.find_nodes(op="placeholder"))
     on_cpu = [v for v in values if isinstance(v, torch.nn.Parameter) and v.device.type == "cpu"]
     shapes = [(v.dtype, known.decision.shape) for v in on_cpu if (known := ledger.recall(v)) is not None]
-    build_ahead((dtype, shape) for dtype, shape in shapes if shape is not None)
+    attention = any(n.target in ATTENTION for module in graph_modules(graph_module) for n in module.graph.nodes)
+    build_ahead(((dtype, shape) for dtype, shape in shapes if shape is not None), attention=attention)
 
 
 def _fall_back(unplanned: Sequence[str], strict: bool) -> None:

@@ -44,16 +44,14 @@ def calls(nodes, name):
 
 def bonds(nodes):
     """Padded to: the number before the layout in each plan's text."""
-    return {args[0].split(" | ")[0].split()[-1] for args in calls(nodes, "apply_operands")}
+    return {text.split(" | ")[0].split()[-1] for args in calls(nodes, "apply_attention") for text in args[2]}
 
 
 def test_the_whole_is_what_a_user_gets():
     nodes, training = graphs_of(WHOLE)
-    # per encoder six linear layers, two of them one bridge; equal shapes and plans are merged in one call
-    assert (len(calls(nodes, "apply_operands")), len(calls(nodes, "apply_bridge"))) == (
-        4 * SIZES.encoders,
-        SIZES.encoders,
-    )
+    # per encoder four linear layers around attention and two of a bridge; equal shapes and plans are merged in one call
+    found = [len(calls(nodes, name)) for name in ("apply_operands", "apply_attention", "apply_bridge")]
+    assert found == [0, SIZES.encoders, SIZES.encoders]
     assert len(calls(nodes, "merge_cores")) < 6 * SIZES.encoders
     assert training.done == 1 and len(comera.report(training.model).tensorized) == 7
 
@@ -63,7 +61,7 @@ def test_without_sharing_every_weight_is_merged_on_its_own():
     assert len(calls(nodes, "merge_cores")) == 6 * SIZES.encoders
     # the plans are those of the whole: nothing else was switched off
     together, _ = graphs_of(WHOLE)
-    for name, place in (("apply_operands", 0), ("apply_bridge", 1)):
+    for name, place in (("apply_attention", 2), ("apply_bridge", 1)):
         assert [a[place] for a in calls(nodes, name)] == [a[place] for a in calls(together, name)]
 
 

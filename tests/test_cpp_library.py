@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import comera_compile as comera
@@ -97,17 +98,22 @@ def test_a_first_call_begins_with_what_its_weights_want(monkeypatch: pytest.Monk
     monkeypatch.setattr("comera_compile.codegen.cpu.build_ahead.start_building", lambda *s: begun.append("".join(s)))
 
     class Both(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, attends: bool) -> None:
             super().__init__()
+            self.attends = attends
             self.table, self.linear, self.small = nn.Embedding(512, 64), nn.Linear(64, 64), nn.Linear(64, 2)
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.small(self.linear(self.table(ids)))
+            x = self.linear(self.table(ids))
+            return self.small(F.scaled_dot_product_attention(x, x, x) if self.attends else x)
 
     options = {"rank": 4, "init": "random", "min_elements": 1000, "inner": "aot_eager"}
-    torch.compile(Both(), backend=comera.Backend(**options))(torch.zeros(4, dtype=torch.long))
-    entries = ("ttm_lookup(", "void merge(", "void narrow(")
-    assert all(any(entry in text for text in begun) for entry in entries), [text[:60] for text in begun]
+    for attends in (False, True):
+        begun.clear()
+        torch.compile(Both(attends), backend=comera.Backend(**options))(torch.zeros(4, dtype=torch.long))
+        entries = ("ttm_lookup(", "void merge(", "void narrow(")
+        assert all(any(entry in text for text in begun) for entry in entries), [text[:60] for text in begun]
+        assert any("void attend(" in text for text in begun) == attends
     begun.clear()
     torch.compile(nn.Linear(8, 8), backend=comera.Backend(**options))(torch.zeros(4, 8))
     assert begun == []  # nothing is a tensor train

@@ -194,7 +194,12 @@ LEFT: dict[str, Forward] = {
         attend(*(layer(x).view(BATCH, HEADS, TOKENS, DIM) for layer in (m.query, m.key, m.value))).reshape(x.shape)
     ),
     "swapped twice": lambda m, x: plain_of(m, (p := m.parts(x))[0].transpose(1, 2).transpose(2, 1), *p[1:]),
-    "q is a slice": lambda m, x: plain_of(m, *(heads(t) for t in m.joint(x).unflatten(-1, (3, WIDTH)).unbind(-2))),
+    "slices of a projection": lambda m, x: plain_of(
+        m, *(heads(m.joint(x)[..., k : k + WIDTH]) for k in (0, WIDTH, 2 * WIDTH))
+    ),
+    "a projection by its parts": lambda m, x: plain_of(
+        m, *(heads(t) for t in m.joint(x).unflatten(-1, (3, WIDTH)).unbind(-2))
+    ),
     "values of another width": wide_values,
     "heads of keys are broadcast": lambda m, x: plain_of(
         m, heads(m.query(x)), *(heads(f(x), 2)[:, :1].expand(-1, HEADS, -1, -1) for f in (m.few, m.fewer))

@@ -115,9 +115,9 @@ def _side(node: fx.Node) -> _Side | None:
     batch, heads, tokens, dim = example(swap).shape
     linear, part, between = source, 0, path
     widths: tuple[int, ...] = (heads * dim,)
-    if source.target is operator.getitem:
+    if source.target is operator.getitem and isinstance(source.args[1], int):
         parting: Any = source.args[0]
-        widths, part = _widths(parting), int(source.args[1])  # type: ignore[arg-type]
+        widths, part = _widths(parting), source.args[1]
         linear, before = _back(parting.args[0]) if widths else (source, [])
         between = [*before, parting, source, *path]
     if not may_begin(linear) or any(map(_is_swap, between[: between.index(swap)])):

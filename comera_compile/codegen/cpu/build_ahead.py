@@ -6,13 +6,16 @@ from collections.abc import Iterable
 
 import torch
 
-from comera_compile.codegen.cpu import lookup_kernels, merge_kernels, skinny_kernels
+from comera_compile.codegen.cpu import attend_kernels, lookup_kernels, merge_kernels, skinny_kernels
 from comera_compile.cpp_library import start_building
 from comera_compile.tt.shape import TTShape
 
 
-def build_ahead(weights: Iterable[tuple[torch.dtype, TTShape]]) -> None:
-    """Start what weights of these dtypes and shapes on a CPU will call; dtypes without a library are passed over."""
+def build_ahead(weights: Iterable[tuple[torch.dtype, TTShape]], *, attention: bool) -> None:
+    """Start what weights of these dtypes and shapes on a CPU will call; dtypes without a library are passed over.
+
+    ``attention``: whether there is attention beside them, which may run from bond to bond.
+    """
     for dtype, shape in weights:
         if dtype not in merge_kernels.ELEMENTS:
             continue
@@ -21,3 +24,5 @@ def build_ahead(weights: Iterable[tuple[torch.dtype, TTShape]]) -> None:
         if shape.format == "tt":
             start_building(*merge_kernels.sources(dtype))
             start_building(*skinny_kernels.sources(dtype))
+            if attention:
+                start_building(*attend_kernels.sources(dtype))
