@@ -350,3 +350,12 @@ def test_no_inference_mode_inside(guard: Callable[[], Any]) -> None:
             assert not y.is_inference() and y.requires_grad is torch.is_grad_enabled()
         assert torch.is_inference_mode_enabled() is (guard is torch.inference_mode)
         assert torch.is_grad_enabled() is (guard is torch.enable_grad)
+
+
+def test_whether_the_backward_is_traced() -> None:
+    assert not torch_private.traces_backward()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        assert torch_private.traces_backward()
+    with torch._dynamo.compiled_autograd._enable(lambda graph: graph):
+        assert torch_private.traces_backward()
+    assert not torch_private.traces_backward()
