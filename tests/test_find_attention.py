@@ -19,6 +19,7 @@ from comera_compile.codegen import attention_block
 from comera_compile.codegen.apply_bridge import apply_bridge
 from comera_compile.codegen.attention_block import apply_attention
 from comera_compile.codegen.cpu import attend_kernels
+from comera_compile.codegen.lower_plans import rebuild_dense
 from comera_compile.codegen.run_plan import apply_operands
 from comera_compile.passes.plan_attention import ATTENTION
 from comera_compile.planning.attention_plan import pays_off_between_bonds
@@ -41,6 +42,7 @@ class Block(nn.Module):
         self.joint, self.pair = nn.Linear(WIDTH, 3 * WIDTH, bias=bias), nn.Linear(WIDTH, 2 * WIDTH, bias=bias)
         self.few, self.fewer = (nn.Linear(WIDTH, WIDTH // 2, bias=bias) for _ in range(2))
         self.broad, self.broad_out = nn.Linear(WIDTH, 2 * WIDTH, bias=bias), nn.Linear(2 * WIDTH, WIDTH, bias=bias)
+        self.narrow_out = nn.Linear(WIDTH // 2, WIDTH, bias=bias)
         self.mask = nn.Parameter(torch.randn(TOKENS, TOKENS))
         self.calls = nn.Buffer(torch.zeros(1))
 
@@ -80,11 +82,11 @@ def as_transformers_do(m: Block, x: Tensor) -> Tensor:
 
 def of_two_axes(m: Block, x: Tensor) -> Tensor:
     def layer(of: nn.Linear, x: Tensor) -> Tensor:
-        y = torch.addmm(of.bias, x.view(-1, x.shape[-1]), of.weight.t())
-        return y.view(*x.shape[:-1], of.out_features)
+        return torch.addmm(of.bias, x.view(-1, x.shape[-1]), of.weight.t())
 
-    q, k, v = layer(m.joint, x).split(WIDTH, dim=2)
-    return layer(m.out, side_by_side(attend(heads(q), heads(k), heads(v), is_causal=True)))
+    q, k, v = layer(m.joint, x).view(*x.shape[:-1], 3 * WIDTH).split(WIDTH, dim=2)
+    mixed = side_by_side(attend(heads(q), heads(k), heads(v), is_causal=True))
+    return (layer(m.out, mixed) + x.view(-1, WIDTH)).view(x.shape)
 
 
 def grouped(m: Block, x: Tensor) -> Tensor:
@@ -193,6 +195,13 @@ LEFT: dict[str, Forward] = {
     "heads are not swapped at all": lambda m, x: m.out(
         attend(*(layer(x).view(BATCH, HEADS, TOKENS, DIM) for layer in (m.query, m.key, m.value))).reshape(x.shape)
     ),
+    "heads are shared out once more": lambda m, x: m.narrow_out(side_by_side(attend(*m.parts(x))).view(BATCH, -1, 16)),
+    "half of the columns are tokens": lambda m, x: m.out(
+        side_by_side(attend(*[m.broad(x).view(BATCH, -1, HEADS, DIM).transpose(1, 2)] * 3))
+    ),
+    "heads are swapped after they were mixed up": lambda m, x: m.out(
+        attend(*m.parts(x)).reshape(BATCH, HEADS, DIM, TOKENS).transpose(1, 2).reshape(x.shape)
+    ),
     "swapped twice": lambda m, x: plain_of(m, (p := m.parts(x))[0].transpose(1, 2).transpose(2, 1), *p[1:]),
     "slices of a projection": lambda m, x: plain_of(
         m, *(heads(m.joint(x)[..., k : k + WIDTH]) for k in (0, WIDTH, 2 * WIDTH))
@@ -200,6 +209,7 @@ LEFT: dict[str, Forward] = {
     "a projection by its parts": lambda m, x: plain_of(
         m, *(heads(t) for t in m.joint(x).unflatten(-1, (3, WIDTH)).unbind(-2))
     ),
+    "three tokens": lambda m, x: plain(m, x[:, :3]),
     "values of another width": wide_values,
     "heads of keys are broadcast": lambda m, x: plain_of(
         m, heads(m.query(x)), *(heads(f(x), 2)[:, :1].expand(-1, HEADS, -1, -1) for f in (m.few, m.fewer))
@@ -275,6 +285,8 @@ def run(
     with lowered() as graphs:
         call = torch.compile(model, backend=comera.Backend(**OPTIONS | {"exclude": ("mask",)} | options))
         sides = [step(call, model, x), step(model, model, x)]
+    # what is left alone keeps the plans of its layers
+    assert not any(n.target is rebuild_dense for graph in graphs for n in graph.graph.nodes)
     return Outcome(sides[0], sides[1], blocks(graphs), comera.report(model))
 
 
@@ -416,9 +428,11 @@ def test_nothing_wider_than_a_bond_is_saved(name: str) -> None:
 
 
 def test_where_it_pays_off() -> None:
-    # Products of rows with rows are as wide as a bond, otherwise as a head.
-    assert pays_off_between_bonds(32, 64) and pays_off_between_bonds(64, 64)
-    assert not pays_off_between_bonds(65, 64) and not pays_off_between_bonds(32, 16)
+    # Products of queries with keys are as wide as a bond, otherwise as a head. A single token has next to none of them.
+    assert pays_off_between_bonds(128, 128, 32, 64) and pays_off_between_bonds(4, 9000, 64, 64)
+    assert not pays_off_between_bonds(128, 128, 65, 64) and not pays_off_between_bonds(128, 128, 32, 16)
+    assert not pays_off_between_bonds(1, 128, 32, 64) and not pays_off_between_bonds(128, 3, 32, 64)
+    assert pays_off_between_bonds(object(), object(), 32, 64)
 
 
 def test_blocks_and_bridges_take_turns() -> None:

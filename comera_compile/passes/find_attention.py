@@ -41,7 +41,8 @@ def find_attention(graph_module: fx.GraphModule) -> fx.GraphModule:
 
     Left alone: what lies between has another reader, something between writes in place or switches gradients or
     autocast, dropout, a mask that is trained, heads of k and v that are broadcast without ``enable_gqa`` or have
-    another width, bonds wider than a head, a half that is not merged, of another dtype, or not on a CPU.
+    another width, bonds wider than a head, very few tokens, a half that is not merged, of another dtype, or not on a
+    CPU.
     """
     for module in graph_modules(graph_module):
         for node in module.graph.nodes:
@@ -92,9 +93,9 @@ def _described(node: fx.Node, attention: fx.Node, sides: Sequence[_Side], betwee
 
 
 def _pays_off(node: fx.Node, attention: fx.Node, sides: Sequence[_Side]) -> bool:
-    query = example(attention_inputs(attention)[0])
+    query, key, _ = map(example, attention_inputs(attention))
     bonds = [n.meta[PLAN].bond for n in (*(side.linear for side in sides), node)]
-    return pays_off_between_bonds(max(bonds), int(query.shape[-1]))
+    return pays_off_between_bonds(query.shape[2], key.shape[2], max(bonds), int(query.shape[3]))
 
 
 def _back(node: Any) -> tuple[fx.Node, list[fx.Node]]:

@@ -2,7 +2,7 @@
 //
 //   result = concat_heads(softmax(scale q k^T + mask) v) first^T,   q = hq second_q + bias_q, and so on
 //
-// No tensor of full width is made, nor is one of a head's width: products of two halves carry the rows from bond to bond
+// No tensor of full width is made, nor one of a head's width: products of two halves carry the rows from bond to bond
 // (see Heads), and a bond is narrower than a head. A thread works on one head of one entry of the batch; the scores of
 // one block of queries are all that it holds, whatever the number of queries. Rows of the bonds are read by many heads:
 // their gradients, and the result, are summed by each thread and put together in the order of the threads, so the same

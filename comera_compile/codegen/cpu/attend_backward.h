@@ -150,8 +150,8 @@ struct Given {
 };
 
 // One thread's backward. With weights e and inverse sums r, the probabilities are e r; r goes into the gradient of the
-// result instead, so that no block of scores is divided: with g = r grad, dP is g v^T, the gradient of v e^T g, and that
-// of the scores e (dP - r rowsum(e dP)).
+// result instead, so that no block of scores is divided: with g = r grad, dP is g v^T, the gradient of v is e^T g, and
+// that of the scores e (dP - r rowsum(e dP)).
 template <class T>
 struct BackwardHeads {
   Heads<T> heads;

@@ -10,8 +10,8 @@ struct Place {
 
   template <class T>
   Place(const Problem<T>& p, int64_t entry, int64_t head, int64_t number)
-      : entry(entry), head(head), number(number), first(number * p.block()), some(std::min(p.block(), p.queries - first)),
-        seen(p.seen(first + some)) {}
+      : entry(entry), head(head), number(number), first(number * p.block()),
+        some(std::min(p.block(), p.queries - first)), seen(p.seen(first + some)) {}
 
   template <class T>
   int64_t columns() const { return padded(some, WIDTH<T>); }

@@ -1,7 +1,7 @@
 """Attention from the bonds of q, k and v to the bond of the output projection, as operators of C++.
 
-One forward, one for all gradients. Between them nothing is saved but the inputs: q, k, v, scores and the mixed values
-are made again, head by head, and never exist at full size.
+One forward, one for all gradients. Between them nothing is saved but the inputs: scores are made again, head by head,
+and q, k, v and the mixed values never exist.
 """
 
 from __future__ import annotations
