@@ -7,13 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import comera_compile as comera
-from comera_compile import pipeline
 from comera_compile.codegen.apply_bridge import apply_bridge
-from comera_compile.planning.choose import RowRange
-from comera_compile.planning.linear_plan import LinearPlan, candidates
+from tests.chosen_plans import choose_plans, lowered
 
 OPTIONS = {"rank": 4, "init": "random", "min_elements": 0, "inner": "aot_eager"}
 
@@ -73,32 +71,15 @@ LEFT: dict[str, Callable[[Chain, Tensor], Tensor]] = {
 
 @pytest.fixture(autouse=True)
 def _merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Halves are merged whole, whatever such small layers would rather have."""
-
-    def merged(shape: object, contracts: object, *_: object) -> tuple[RowRange, ...]:
-        plans: list[LinearPlan] = candidates(shape, contracts, 8)  # type: ignore[arg-type]
-        return (RowRange(None, next(p for p in plans if p.merged)),)
-
-    monkeypatch.setattr("comera_compile.passes.plan_contractions.plans_by_rows", merged)
-    torch._dynamo.reset()
+    choose_plans(monkeypatch, "merge both halves")
 
 
 def run(model: Chain, x: Tensor) -> tuple[list[Tensor], list[Tensor], int]:
     """Output and gradients compiled, the same in eager mode with the same cores, and bridges in the graph."""
-    found = 0
-    lower = pipeline.lower_plans
-
-    def watch(graph: fx.GraphModule) -> fx.GraphModule:
-        nonlocal found
-        made = lower(graph)
-        found += sum(n.target is apply_bridge for n in made.graph.nodes)
-        return made
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "lower_plans", watch)
-        comera.tensorize(model, rank=4, init="random", min_elements=0)
+    comera.tensorize(model, rank=4, init="random", min_elements=0)
+    with lowered() as graphs:
         sides = [_step(torch.compile(model, backend=comera.Backend(**OPTIONS)), model, x), _step(model, model, x)]
-    return sides[0], sides[1], found
+    return sides[0], sides[1], sum(n.target is apply_bridge for graph in graphs for n in graph.graph.nodes)
 
 
 def _step(call: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> list[Tensor]:

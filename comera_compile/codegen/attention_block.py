@@ -41,6 +41,17 @@ class _Layer(NamedTuple):
         return self.operands[::-1] if self.plan.contracts == "cols" else self.operands
 
 
+class _Block(NamedTuple):
+    """What a call is about: see :func:`apply_attention`; the last of ``layers`` is the output projection."""
+
+    settings: attend_kernels.Settings
+    widths: Sequence[Sequence[int]]
+    sides: Sequence[tuple[int, int]]
+    rows: Sequence[Tensor]
+    layers: Sequence[_Layer]
+    mask: Tensor | None
+
+
 def apply_attention(
     settings: attend_kernels.Settings,
     form: Form,
@@ -69,7 +80,8 @@ def apply_attention(
     widths, sides, flat = form
     dim = widths[sides[0][0]][sides[0][1]] // settings[0]
     by_kernels = _has_kernels(rows, layers, dim)
-    y = (_by_kernels if by_kernels else _one_by_one)(settings, widths, sides, rows, layers, mask)
+    block = _Block(settings, widths, sides, rows, layers, mask)
+    y = _by_kernels(block) if by_kernels else _one_by_one(block)
     first = rows[sides[0][0]].shape[:2]
     return viewed(y, [math.prod(first), y.shape[-1]] if flat else [*first, y.shape[-1]])
 
@@ -83,15 +95,9 @@ def _has_kernels(rows: Sequence[Tensor], layers: Sequence[_Layer], dim: int) -> 
     return all(alone) and attend_kernels.available(rows[0], dim)
 
 
-def _one_by_one(
-    settings: attend_kernels.Settings,
-    widths: Sequence[Sequence[int]],
-    sides: Sequence[tuple[int, int]],
-    rows: Sequence[Tensor],
-    layers: Sequence[_Layer],
-    mask: Tensor | None,
-) -> Tensor:
+def _one_by_one(block: _Block) -> Tensor:
     """The same without operators for all of it: layers, and attention by torch or, if it is short, by products."""
+    settings, widths, sides, rows, layers, mask = block
     heads, kv_heads, causal, scale = settings
     made = [
         apply_operands(layer.text, x, layer.bias, *layer.operands) for layer, x in zip(layers[:-1], rows, strict=True)
@@ -108,14 +114,8 @@ def _one_by_one(
     return apply_operands(layers[-1].text, mixed.transpose(1, 2).flatten(2), layers[-1].bias, *layers[-1].operands)
 
 
-def _by_kernels(
-    settings: attend_kernels.Settings,
-    widths: Sequence[Sequence[int]],
-    sides: Sequence[tuple[int, int]],
-    rows: Sequence[Tensor],
-    layers: Sequence[_Layer],
-    mask: Tensor | None,
-) -> Tensor:
+def _by_kernels(block: _Block) -> Tensor:
+    settings, widths, sides, rows, layers, mask = block
     *projections, last = layers
     bonds = _bonds(rows, [layer.halves[0] for layer in projections])
     seconds = [_parts(layer.halves[1], columns) for layer, columns in zip(projections, widths, strict=True)]
