@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import comera_compile as comera
 from tests import tiny_models as tiny
+from tests.chosen_plans import choose_plans
 
 Step = Callable[["Layer", Tensor], Tensor]
 
@@ -110,7 +112,31 @@ def changed_between_uses_unread(m: Layer, x: Tensor) -> Tensor:
     return y + m.fc(x)
 
 
+def of_three_axes(m: Layer, x: Tensor) -> Tensor:
+    h = m.fc(x.unflatten(0, (5, 1)))
+    h += 1
+    h[:, :, :4] = 0.5
+    return h.relu_()
+
+
+def of_three_axes_without_bias(m: Layer, x: Tensor) -> Tensor:
+    h = F.linear(x.unflatten(0, (5, 1)), m.fc.weight)
+    h += m.fc.bias
+    return h.relu_()
+
+
+def inside_a_checkpoint(m: Layer, x: Tensor) -> Tensor:
+    def body(h: Tensor) -> Tensor:
+        doubled = m.fc(h)
+        doubled.mul_(2)
+        return doubled.sin()
+
+    y: Tensor = checkpoint(body, x, use_reentrant=False)
+    return y
+
+
 TRAINABLE = [counted, moving_average, copied, activated, activated_by_function, masked, many_at_once, changed_input]
+TRAINABLE += [of_three_axes, of_three_axes_without_bias, inside_a_checkpoint]
 WITHOUT_GRADIENTS = [filled_by_out, changed_bias, product_into_buffer, product_into_buffer_with_bias]
 WITHOUT_GRADIENTS += [changed_between_uses, changed_between_uses_unread]
 
@@ -149,6 +175,14 @@ def test_without_gradients(step: Step) -> None:
 
 @pytest.mark.parametrize("step", TRAINABLE)
 def test_in_training(step: Step) -> None:
+    assert_same(step, gradients=True, options=tiny.OPTIONS)
+
+
+@pytest.mark.parametrize("plan", ["merge both halves", "merge 2 | 1+1", "merge 1+1 | 2", "core by core", "rebuild W"])
+@pytest.mark.parametrize("step", [of_three_axes, of_three_axes_without_bias])
+def test_the_output_of_every_plan_may_be_written_to(step: Step, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # autograd refuses that for a view made inside of a function of its own
+    choose_plans(monkeypatch, plan)
     assert_same(step, gradients=True, options=tiny.OPTIONS)
 
 

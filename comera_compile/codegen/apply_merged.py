@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from comera_compile.codegen.contract import viewed
+from comera_compile.codegen.contract import of_its_own, viewed
 from comera_compile.codegen.cpu import skinny_kernels
 from comera_compile.planning.linear_plan import LinearPlan
 
@@ -36,7 +36,7 @@ class ApplyMerged(torch.autograd.Function):
         y = skinny_kernels.wide(h, second, bias)
         ctx.x_shape, ctx.outputs = x.shape, second.shape[1]
         ctx.save_for_backward(rows, h, first if ctx.needs_input_grad[0] else None, second)
-        return viewed(y, [*x.shape[:-1], ctx.outputs])
+        return of_its_own(y, [*x.shape[:-1], ctx.outputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

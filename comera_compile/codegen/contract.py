@@ -51,3 +51,15 @@ def viewed(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """``value.reshape(shape)``, and no view where the shape is that already (symbolic sizes are not compared)."""
     known = all(isinstance(size, int) for size in (*value.shape, *shape))
     return value if known and tuple(value.shape) == tuple(shape) else value.reshape(list(shape))
+
+
+def of_its_own(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """``value`` of another shape, where nothing else will read it: a result of an ``autograd.Function``.
+
+    To autograd it is no view. A view that such a function returns may not be written to in place, which models do to
+    the output of a layer (``h += x``, ``h.relu_()``).
+    """
+    if viewed(value, shape) is value and not value._is_view():
+        return value
+    result: torch.Tensor = torch.ops.aten._unsafe_view.default(value, list(shape))
+    return result

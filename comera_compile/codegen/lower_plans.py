@@ -65,7 +65,7 @@ def _lower(module: fx.GraphModule) -> None:
         graph.erase_node(node)
         for inner in _run_inside(node):
             graph.erase_node(inner)
-    graph.eliminate_dead_code(_may_write)
+    _drop_unread(graph)
     for marker in filter(is_marker, list(graph.nodes)):
         with graph.inserting_before(marker):
             dense = graph.call_function(rebuild_dense, marker.args)
@@ -74,6 +74,13 @@ def _lower(module: fx.GraphModule) -> None:
         graph.erase_node(marker)
     graph.lint()
     module.recompile()
+
+
+def _drop_unread(graph: fx.Graph) -> None:
+    """Not by torch's ``eliminate_dead_code``: that goes on to bodies of higher-order ops, and there drops writes."""
+    for node in reversed(graph.nodes):
+        if not node.users and not _may_write(node):
+            graph.erase_node(node)
 
 
 def _may_write(node: fx.Node) -> bool:

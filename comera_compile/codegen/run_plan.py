@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from comera_compile.codegen.apply_merged import ApplyMerged, has_kernels
-from comera_compile.codegen.contract import contract, viewed
+from comera_compile.codegen.contract import contract, of_its_own, viewed
 from comera_compile.codegen.cpu import merge_kernels
 from comera_compile.codegen.layer_stack import join_cores, stack_packed
 from comera_compile.planning.linear_plan import LinearPlan
@@ -132,10 +132,10 @@ class ApplyOperands(torch.autograd.Function):
         ctx.wanted = _wanted(program, [needs_x, *needs_operands])
         ctx.operand_shapes = [o.shape for o in operands]
         ctx.save_for_backward(*(values[n] for n in program.saved(ctx.wanted)))
-        y = viewed(values[program.outputs[0].name], [*x.shape[:-1], _width(plan)])
+        y, shape = values[program.outputs[0].name], [*x.shape[:-1], _width(plan)]
         # Added in the shape of the activation, the bias fuses with whatever follows; next to the mm it would become an
         # addmm, which first writes the broadcast bias to memory.
-        return y if bias is None else y + bias
+        return of_its_own(y, shape) if bias is None else viewed(y, shape) + bias
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
