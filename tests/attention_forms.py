@@ -196,6 +196,9 @@ LEFT: dict[str, Forward] = {
     "heads of keys are broadcast": lambda m, x: plain_of(
         m, heads(m.query(x)), *(heads(f(x), 2)[:, :1].expand(-1, HEADS, -1, -1) for f in (m.few, m.fewer))
     ),
+    "attention of three axes": lambda m, x: m.out(attend(m.query(x), m.key(x), m.value(x))),
+    "attention of two axes": lambda m, x: m.out(attend(m.query(x[0]), m.key(x[0]), m.value(x[0]))),
+    "attention of five axes": lambda m, x: m.out(side_by_side(attend(*(p[None] for p in m.parts(x)))[0])),
     "narrow heads": lambda m, x: m.out(
         side_by_side(attend(*(heads(f(x), 2 * HEADS) for f in (m.query, m.key, m.value))))
     ),

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import comera_compile as comera
 from comera_compile.codegen.apply_bridge import apply_bridge
@@ -69,6 +70,38 @@ LEFT: dict[str, Callable[[Chain, Tensor], Tensor]] = {
 }
 
 
+def _in_place(write: Callable[[Tensor], object]) -> Callable[[Chain, Tensor], Tensor]:
+    """x is changed once the first linear has read it."""
+
+    def between(m: Chain, x: Tensor) -> Tensor:
+        x = 1.0 * x
+        u = m.up(x)
+        write(x)
+        return m.down(F.gelu(u)) + x
+
+    return between
+
+
+@torch.library.custom_op("comera_tests::double_it", mutates_args=("x",))
+def _double_it(x: Tensor) -> None:
+    x.mul_(2)
+
+
+def _halve_in_a_checkpoint(x: Tensor) -> None:
+    checkpoint(lambda t: t.mul_(0.5) + 1, x, use_reentrant=False)
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "a method": lambda x: x.mul_(2),
+    "a function told to, by name": lambda x: F.relu(x, inplace=True),
+    "a function told to, by position": lambda x: F.leaky_relu(x, 0.5, True),
+    "a module told to": nn.ELU(inplace=True),
+    "out": lambda x: torch.add(x, 1, out=x),
+    "an operator of the user's": _double_it,
+    "the body of a checkpoint": _halve_in_a_checkpoint,
+}
+
+
 @pytest.fixture(autouse=True)
 def _merged(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_plans(monkeypatch, "merge both halves")
@@ -113,3 +146,19 @@ def test_other_chains_are_left_alone(name: str) -> None:
     ours, right, found = run(Chain(LEFT[name]).double(), torch.randn(2, 3, 24, dtype=torch.float64))
     assert found == 0
     assert_same(ours, right)
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+def test_x_is_read_before_it_is_written_to(write: Callable[[Tensor], object]) -> None:
+    # Run with the second linear, the first would read what was written. Eager training would refuse it.
+    torch.manual_seed(0)
+    model = comera.tensorize(Chain(_in_place(write)).double(), rank=4, init="random", min_elements=0)
+    x = torch.randn(2, 3, 24, dtype=torch.float64)
+    with torch.no_grad():
+        assert_same([torch.compile(model, backend=comera.Backend(**OPTIONS))(x)], [model(x)])
+
+
+def test_a_function_that_does_not_write_is_no_obstacle() -> None:
+    torch.manual_seed(0)
+    found = run(Chain(_in_place(lambda x: F.relu(x, inplace=False))).double(), torch.randn(2, 3, 24).double())
+    assert found[2] == 1

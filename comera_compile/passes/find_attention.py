@@ -198,6 +198,8 @@ def _is_known(attention: fx.Node) -> bool:
     plain = argument(attention, 4, "dropout_p", 0.0) == 0.0 and isinstance(causal, bool)
     if not plain or not (scale is None or isinstance(scale, (int, float))):
         return False
+    if any(t.dim() != 4 for t in (query, key, value)):
+        return False
     if not same_sizes(key.shape, value.shape) or not same_sizes(query.shape[::3], key.shape[::3]):
         return False
     heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[3]

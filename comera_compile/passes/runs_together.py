@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from comera_compile import torch_private
-from comera_compile.passes.graph_nodes import called_name, example, writes
+from comera_compile.passes.graph_nodes import called_name, example, has_effect
 from comera_compile.planning.linear_plan import LinearPlan
 from comera_compile.planning.uses import ATTEND, BRIDGE, INSIDE, PLAN, USE
 
@@ -53,4 +53,4 @@ def undisturbed(firsts: Collection[fx.Node], last: fx.Node, inner: Collection[fx
     order = list(last.graph.nodes)
     start, known = min(order.index(first) for first in firsts), set(inner)
     middle = (n for n in takewhile(lambda n: n is not last, order[start:]) if n not in known)
-    return not any(writes(n) or called_name(n).startswith(_SWITCHES) for n in middle)
+    return not any(has_effect(n) or called_name(n).startswith(_SWITCHES) for n in middle)
