@@ -76,10 +76,24 @@ LOOKUPS_LEFT_ALONE: dict[str, W] = {
     "gradients by frequency": lambda w, ids: F.embedding(ids, w, scale_grad_by_freq=True),
     "of a part": lambda w, ids: F.embedding(ids, w[:, 1:]),
 }
+
+
+@torch.library.custom_op("comera_tests::double_second", mutates_args=("w",))
+def _double_second(factor: float, w: Tensor) -> None:
+    w.mul_(factor)
+
+
+def _double_it(w: Tensor) -> None:
+    _double_second(2.0, w)
+
+
 IN_PLACE: dict[str, Callable[[Tensor], Any]] = {
     "method": lambda w: w.mul_(2),
     "initialisation": nn.init.normal_,
     "function": lambda w: torch.clamp_(w, -1, 1),
+    "function told to, by name": lambda w: F.relu(w, inplace=True),
+    "function told to, by position": lambda w: F.dropout(w, 0.5, True, True),
+    "operator of the user's": _double_it,
     "assignment": lambda w: w.__setitem__(0, 1.0),
     "augmented assignment": lambda w: operator.isub(w, 1.0),
     "out": lambda w: torch.add(w, 1, out=w),

@@ -120,14 +120,21 @@ def _is_transpose(node: fx.Node, weight: fx.Node) -> bool:
 def _refuse_writes(marker: fx.Node) -> None:
     for alias in _aliases(marker):
         for user in alias.users:
-            name = called_name(user)
-            written = [*user.args[:1], user.kwargs.get("input")] if writes(user) else []
-            if any(alias in _flat(target) for target in [*written, user.kwargs.get("out")]):
+            if any(alias in _flat(target) for target in _written(user)):
                 raise CompileError(
-                    f"the compiled code writes in place ({name}) to the dense matrix of a tensor-train weight; the "
-                    "write would be lost. Do it outside the compiled function, or keep the layer dense with the option "
-                    "exclude"
+                    f"the compiled code writes in place ({called_name(user)}) to the dense matrix of a tensor-train "
+                    "weight; the write would be lost. Do it outside the compiled function, or keep the layer dense "
+                    "with the option exclude"
                 )
+
+
+def _written(node: fx.Node) -> list[Any]:
+    """The arguments that a node writes to."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        known = list(enumerate(node.target._schema.arguments))
+        return [argument(node, k, a.name) for k, a in known if a.alias_info is not None and a.alias_info.is_write]
+    first = [*node.args[:1], node.kwargs.get("input")] if writes(node) else []
+    return [*first, node.kwargs.get("out")]
 
 
 def _aliases(node: fx.Node) -> list[fx.Node]:
