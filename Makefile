@@ -36,9 +36,9 @@ need:
 demo: $(STAMP)
 	$(BIN)/python examples/train_code_lm.py --out out/train_code_lm $(ARGS)
 
-# Everything but the tests marked slow or gpu (`make test ARGS="-m slow"` runs the slow ones).
+# Everything but the tests marked slow or gpu (`make test ARGS="-m slow"` runs the slow ones), two at a time.
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
