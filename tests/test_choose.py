@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from comera_compile.planning import choose
-from comera_compile.planning.choose import RowRange, plans_by_rows
+from comera_compile.planning.choose import RowRange, plans_by_rows, ranked_plans
 from comera_compile.planning.cost import CUDA_MODEL, DeviceModel, cpu_model, plan_cost
 from comera_compile.planning.linear_plan import LinearPlan, candidates
 from comera_compile.tt.factorize import choose_shape
@@ -131,6 +131,14 @@ def test_too_many_ranges_lose_those_that_matter_least(monkeypatch: pytest.Monkey
     assert len(everything) > 2 and len(kept) == 2
     assert {(r.up_to, r.plan) for r in kept} <= {(r.up_to, r.plan) for r in everything}
     assert kept[-1] == everything[-1]  # the plan for many rows, where time is spent, is never given up
+
+
+@pytest.mark.parametrize("rows", [1, 32, 512])
+def test_a_known_number_of_rows_has_the_cheapest_plan_for_it(rows: int) -> None:
+    # There is nothing to guard, so no range need be given up.
+    shape, kind = choose_shape(4096, 4096, format="tt", rank=64), ("cpu", 2, 4, True)
+    (only,) = plans_by_rows(shape, "cols", *kind, rows=rows)
+    assert only == RowRange(None, ranked_plans(shape, "cols", *kind, rows)[0])
 
 
 def test_equal_layers_share_a_choice() -> None:

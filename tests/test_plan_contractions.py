@@ -121,7 +121,7 @@ def test_settings_reach_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = torch.get_num_threads()
     model = linear(WIDTH, WIDTH)
     shape = shape_of(model).with_scale(1.0)  # layers that differ in scale share a plan
-    common, last = (shape, "cols", "cpu", threads, 8), (calibrated_model("cpu", threads, torch.float64), "time")
+    common, last = (shape, "cols", "cpu", threads, 8), (calibrated_model("cpu", threads, torch.float64), "time", 3)
     runs: list[tuple[Callable[[], object], tuple[object, ...]]] = [
         (lambda: Capture().compile(model)(x(3, WIDTH)), (*common, True, *last)),
         (lambda: no_grad(model), (*common, False, *last)),

@@ -81,7 +81,7 @@ def _ranges(layers: Mapping[fx.Node, Layer], objective: Objective) -> dict[fx.No
 
 def _own_ranges(layer: Layer, rows: int | None, objective: Objective) -> tuple[RowRange, ...]:
     kind = layer.device_type, layer.threads, layer.dtype.itemsize, layer.training
-    ranges = plans_by_rows(layer.shape, layer.contracts, *kind, layer.device, objective)
+    ranges = plans_by_rows(layer.shape, layer.contracts, *kind, layer.device, objective, rows)
     # Tuned plans are those that take the least time.
     return ranges_for(layer, ranges, rows) if objective == "time" else ranges
 

@@ -35,8 +35,9 @@ def plans_by_rows(
     training: bool,
     device: DeviceModel | None = None,
     objective: Objective = "time",
+    rows: int | None = None,
 ) -> tuple[RowRange, ...]:
-    """Ranges of rows, ascending, each with its cheapest plan.
+    """Ranges of rows, ascending, each with its cheapest plan; where ``rows`` is known, one with the cheapest for it.
 
     torch stops compiling after eight variants of a function, so there are at most three ranges. ``shape.scale`` plays
     no part; callers pass it as 1.0 so that layers share an entry. ``device``: a calibration, or None for the shipped
@@ -50,6 +51,8 @@ def plans_by_rows(
     def best(rows: int) -> LinearPlan:
         return min(plans, key=lambda plan: costs[plan](rows).by(objective))
 
+    if rows is not None:
+        return (RowRange(None, best(rows)),)
     ranges = _ranges(best)
     while len(ranges) > _MAX_RANGES:
         ranges = _without_cheapest_loss(ranges, costs, objective)
