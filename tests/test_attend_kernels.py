@@ -119,7 +119,7 @@ def truth(operands: list[Any], grad: Tensor, settings: kernels.Settings) -> list
 
 
 def added_up(operands: list[Any], grad: Tensor, settings: kernels.Settings) -> list[float]:
-    """For each gradient, the largest sum of magnitudes if it is a plain sum over rows, as a bias has it; 0 for others."""
+    """For each gradient, the largest sum of magnitudes if it is a plain sum over rows, as of a bias; 0 for others."""
     apart = list(operands)
     for rows, bias in ((0, 4), (1, 6), (2, 8)):
         if operands[bias] is not None:
