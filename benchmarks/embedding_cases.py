@@ -13,12 +13,14 @@ from torch import Tensor
 
 from benchmarks.floor import FLOAT, ROW_PASSES, WEIGHT_PASSES, Work
 from benchmarks.six_encoders import ZIPF_EXPONENT
-from comera_compile.tt.factorize import choose_shape
+from comera_compile.tt.factorize import choose_modes, choose_shape
 from comera_compile.tt.shape import TTShape
+from comera_compile.tt.table_modes import pair_modes
 
 Distribution = Literal["zipf", "shuffled", "uniform"]
 DENSE, SPARSE, OURS = "dense_adamw", "sparse_adam", "comera"
 NAIVES = ("naive_tt_eager", "naive_tt_compiled")
+TUNED = ("tuned_tt_eager", "tuned_tt_compiled")
 ROTATION = 8  # batches of ids that a run goes round
 GRADIENTS = 4  # gradients of the rows that go round with them
 
@@ -45,6 +47,12 @@ class Table:
     def shape(self) -> TTShape:
         """What the backend chooses for the table."""
         return choose_shape(self.rows, self.width, format="ttm", rank=self.rank)
+
+    @cached_property
+    def balanced_shape(self) -> TTShape:
+        """Near-equal modes, as tensor-train packages choose them: about as many parameters, more work a row."""
+        modes = pair_modes(choose_modes(self.rows, 3), choose_modes(self.width, 3))
+        return choose_shape(self.rows, self.width, format="ttm", rank=self.rank, modes=modes)
 
     def ids(self) -> list[Tensor]:
         """A rotation of ``(count,)`` int64 ids."""

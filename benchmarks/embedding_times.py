@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks import paired
-from benchmarks.embedding_cases import DENSE, NAIVES, OURS, SPARSE, TABLES, sharing
+from benchmarks.embedding_cases import DENSE, NAIVES, OURS, SPARSE, TABLES, TUNED, sharing
 from benchmarks.embedding_variants import build
 
 WITH_NAIVE = ("lm", "table")
@@ -26,12 +26,13 @@ def measure(names: Sequence[str], *, rounds: int, seconds: float, naive: bool) -
     Args:
         names: keys of :data:`TABLES`.
         rounds, seconds: limits of each session.
-        naive: also the naive lookups, eager and compiled, in a session of their own: they are slow and leave the caches
-            full of slices.
+        naive: also the lookups without our kernels, eager and compiled, in sessions of their own: they are slow and
+            leave the caches full of slices. Naive ones have cores and modes as tensor-train packages do, tuned ones our
+            modes and cores that have their rows first.
 
     Returns:
-        ``speedup`` and ``speedup_range`` by ``<table>_vs_<variant>`` (``naive_tt`` is the faster of the naive ones);
-        by table ``milliseconds``, ``rounds`` and ``parameters`` of each variant, ``ids``, ``processor_share`` and
+        ``speedup`` and ``speedup_range`` by ``<table>_vs_<variant>`` (``naive_tt`` and ``tuned_tt``: the faster of each
+        two); by table ``milliseconds``, ``rounds`` and ``parameters`` of each variant, ``ids``, ``processor_share`` and
         ``raw_seconds``.
     """
     by_table = ("milliseconds", "rounds", "parameters", "ids", "processor_share", "raw_seconds")
@@ -39,7 +40,8 @@ def measure(names: Sequence[str], *, rounds: int, seconds: float, naive: bool) -
     for name in names:
         _session(result, name, [rival(name)], rounds=rounds, seconds=seconds)
         if naive and name in WITH_NAIVE:
-            _session(result, name, NAIVES, rounds=min(rounds, NAIVE_ROUNDS), seconds=min(seconds, NAIVE_SECONDS))
+            for pair in (NAIVES, TUNED):
+                _session(result, name, pair, rounds=min(rounds, NAIVE_ROUNDS), seconds=min(seconds, NAIVE_SECONDS))
     return result
 
 
@@ -61,8 +63,8 @@ def _session(result: dict[str, Any], name: str, others: Sequence[str], *, rounds
     result["processor_share"].setdefault(name, timing.share(torch.get_num_threads()))
     result["raw_seconds"].setdefault(name, []).append(dict(timing.seconds))
     speeds = {variant: timing.speedup(OURS, variant) for variant in others}
-    if others == NAIVES:
-        speeds["naive_tt"] = speeds[min(NAIVES, key=timing.median)]
+    if others in (NAIVES, TUNED):
+        speeds["naive_tt" if others == NAIVES else "tuned_tt"] = speeds[min(others, key=timing.median)]
     for variant, spread in speeds.items():
         result["speedup"][f"{name}_vs_{variant}"] = spread.median
         result["speedup_range"][f"{name}_vs_{variant}"] = [spread.low, spread.high]

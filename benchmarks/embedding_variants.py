@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.embedding_cases import DENSE, NAIVES, OURS, SPARSE, Table
+from benchmarks.embedding_cases import DENSE, NAIVES, OURS, SPARSE, TUNED, Table
 from benchmarks.plain_tt import draw_cores
 from comera_compile.tt.shape import TTShape
 
@@ -19,13 +19,17 @@ LEARNING_RATE = 1e-4
 class NaiveTTEmbedding(nn.Module):
     """Every id gathers its slice of every core and multiplies them, duplicates or not; gradients by autograd.
 
-    Rows come first in each core, so that a slice is one contiguous copy: the fastest form of this lookup.
+    Args:
+        shape: of the table.
+        rows_first: keep the rows as the first axis of each core, so that a slice is one contiguous copy: the fastest
+            form of this lookup. Otherwise a core is ``[left, rows, columns, right]``, as tensor-train packages have it.
     """
 
-    def __init__(self, shape: TTShape) -> None:
+    def __init__(self, shape: TTShape, *, rows_first: bool) -> None:
         super().__init__()
-        self.shape = shape
-        self.cores = nn.ParameterList(nn.Parameter(core.transpose(0, 1).contiguous()) for core in draw_cores(shape))
+        self.shape, self.axis = shape, 0 if rows_first else 1
+        drawn = (core.transpose(0, 1) if rows_first else core for core in draw_cores(shape))
+        self.cores = nn.ParameterList(nn.Parameter(core.contiguous()) for core in drawn)
 
     def forward(self, ids: Tensor) -> Tensor:
         """``(n,)`` int64 ids to ``(n, width)``."""
@@ -35,8 +39,9 @@ class NaiveTTEmbedding(nn.Module):
             ids = ids // mode
         count, rows = ids.shape[0], torch.ones(1)
         for k, (core, digit) in enumerate(zip(self.cores, reversed(digits), strict=True)):
-            _, left, columns, right = core.shape
-            piece = core.index_select(0, digit).reshape(count, left, columns * right)
+            slices = core.index_select(self.axis, digit).transpose(0, self.axis)
+            _, left, columns, right = slices.shape
+            piece = slices.reshape(count, left, columns * right)
             rows = piece if k == 0 else torch.bmm(rows, piece)
             rows = rows.reshape(count, -1, right)
         return rows.reshape(count, -1)[:, : self.shape.cols]
@@ -114,19 +119,34 @@ def _ours(table: Table, inner: str) -> Built:
     return module, torch.compile(module, backend="comera", options={**options, "keep_memory": False, "inner": inner})
 
 
-def _naive(table: Table, inner: str) -> Built:
-    module = NaiveTTEmbedding(table.shape)
-    return module, module
+def _eager(make: Callable[[Table], nn.Module]) -> Callable[[Table, str], Built]:
+    def build_eager(table: Table, inner: str) -> Built:
+        module = make(table)
+        return module, module
+
+    return build_eager
 
 
-def _naive_compiled(table: Table, inner: str) -> Built:
-    module = NaiveTTEmbedding(table.shape)
-    return module, torch.compile(module, backend=inner)
+def _compiled(make: Callable[[Table], nn.Module]) -> Callable[[Table, str], Built]:
+    def build_compiled(table: Table, inner: str) -> Built:
+        module = make(table)
+        return module, torch.compile(module, backend=inner)
+
+    return build_compiled
+
+
+def _naive(table: Table) -> nn.Module:
+    return NaiveTTEmbedding(table.balanced_shape, rows_first=False)
+
+
+def _tuned(table: Table) -> nn.Module:
+    return NaiveTTEmbedding(table.shape, rows_first=True)
 
 
 VARIANTS: dict[str, Callable[[Table, str], Built]] = {
     DENSE: _dense,
     SPARSE: _sparse,
     OURS: _ours,
-    **dict(zip(NAIVES, (_naive, _naive_compiled), strict=True)),
+    **dict(zip(NAIVES, (_eager(_naive), _compiled(_naive)), strict=True)),
+    **dict(zip(TUNED, (_eager(_tuned), _compiled(_tuned)), strict=True)),
 }

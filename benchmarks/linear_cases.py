@@ -20,6 +20,7 @@ from comera_compile.tt.shape import TTShape
 
 DENSE, OURS = "dense", "comera"
 TENSORLY: dict[str, Implementation] = {"tltorch_factorized": "factorized", "tltorch_reconstructed": "reconstructed"}
+EAGER = "_eager"  # suffix: not compiled
 ROTATION = 4  # inputs that a run goes round
 WEIGHT_PASSES = 3  # read in the forward and in the backward, gradient written
 
@@ -115,7 +116,7 @@ def build(variant: str, case: Case, batches: Sequence[Batch], *, inner: str = "i
     """One variant of a case; nothing is compiled before its first step.
 
     Args:
-        variant: ``dense``, ``comera``, a fixed strategy or a peer's layer.
+        variant: ``dense``, ``comera``, a fixed strategy or a peer's layer; with ``_eager`` behind it not compiled.
         case: sizes, rank and rows.
         batches: of :meth:`Case.batches`; the variants share them.
         inner: what lowers the traced graphs of all variants.
@@ -124,7 +125,9 @@ def build(variant: str, case: Case, batches: Sequence[Batch], *, inner: str = "i
         peers.PeerMissingError: the variant needs a package that is not installed.
     """
     torch.manual_seed(0)
-    layer = _layer(variant, case)
+    layer = _layer(variant.removesuffix(EAGER), case)
+    if variant.endswith(EAGER):
+        return LinearStep(layer, layer, batches)
     if variant != OURS:
         return LinearStep(layer, torch.compile(layer, backend=inner), batches)
     # which allocator runs is said by the benchmark, for all variants alike

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import embedding_step, embedding_times, paired
-from benchmarks.embedding_cases import DENSE, NAIVES, OURS, SPARSE, TABLES, Table, lookup_flops, sharing
+from benchmarks.embedding_cases import DENSE, NAIVES, OURS, SPARSE, TABLES, TUNED, Table, lookup_flops, sharing
 from benchmarks.embedding_variants import VARIANTS, NaiveTTEmbedding, build
 from comera_compile.tt.packing import pack, to_dense
 from comera_compile.tt.shape import TTShape
@@ -15,9 +15,13 @@ from comera_compile.tt.shape import TTShape
 SMALL = Table(60, 12, 3, 20, "zipf")
 
 
-def naive_weight(learned):
-    """The dense table of cores whose rows come first."""
-    return to_dense(pack([core.transpose(0, 1) for core in learned], SMALL.shape), SMALL.shape)
+def weight_of(variant, learned):
+    """The dense table of a variant's parameters in float64."""
+    if variant in NAIVES:
+        return to_dense(pack(learned, SMALL.balanced_shape), SMALL.balanced_shape)
+    if variant in TUNED:
+        return to_dense(pack([core.transpose(0, 1) for core in learned], SMALL.shape), SMALL.shape)
+    return learned[0]
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS))
@@ -32,7 +36,7 @@ def test_every_variant_looks_up_and_differentiates_its_own_table(variant):
         assert shape.core_shapes == SMALL.shape.core_shapes  # it is a tensor train, of the shape the floor assumes
         weight = to_dense(learned[0], shape)
     else:
-        weight = naive_weight(learned) if variant in NAIVES else learned[0]
+        weight = weight_of(variant, learned)
     rows = step.gradients()
     expected = F.embedding(ids[1], weight)
     assert (rows.double() - expected).norm() <= 1e-5 * expected.norm()
@@ -51,8 +55,9 @@ def test_every_variant_updates_its_parameters(variant):
     assert all(not torch.equal(a, b) for a, b in zip(before, step.module.parameters(), strict=True))
 
 
-def test_the_naive_lookup_repeats_what_ids_share():
-    layer = NaiveTTEmbedding(SMALL.shape)
+@pytest.mark.parametrize("rows_first", [False, True])
+def test_the_naive_lookup_repeats_what_ids_share(rows_first):
+    layer = NaiveTTEmbedding(SMALL.shape, rows_first=rows_first)
     once, twice = layer(torch.tensor([7])), layer(torch.tensor([7, 7]))
     torch.testing.assert_close(twice, once.expand(2, -1))
 
@@ -91,7 +96,7 @@ def test_least_traffic_is_rows_and_what_the_optimizer_passes_over():
 
 
 def test_figures_have_the_keys_of_the_bars(monkeypatch):
-    times = {OURS: 1.0, DENSE: 5.0, SPARSE: 2.0, NAIVES[0]: 40.0, NAIVES[1]: 30.0}
+    times = {OURS: 1.0, DENSE: 5.0, SPARSE: 2.0, NAIVES[0]: 40.0, NAIVES[1]: 30.0, TUNED[0]: 10.0, TUNED[1]: 11.0}
 
     def measured(steps, *, rounds, seconds):
         assert rounds <= 7
@@ -105,6 +110,7 @@ def test_figures_have_the_keys_of_the_bars(monkeypatch):
     speedup = result["speedup"]
     assert speedup["lm_vs_dense_adamw"] == 5.0 and speedup["table_vs_sparse_adam"] == 2.0
     assert speedup["lm_vs_naive_tt"] == speedup["table_vs_naive_tt"] == 30.0  # the faster of the two naive ones
+    assert speedup["lm_vs_tuned_tt"] == 10.0
     assert speedup["lm_vs_naive_tt_eager"] == 40.0 and "table_uniform_vs_naive_tt" not in speedup
     floors = embedding_step.floors(result, embedding_step.floor.Machine(1e9, 1e9))
     assert set(floors["lm"]) == {OURS, DENSE} and floors["lm"][DENSE] > 0
@@ -117,6 +123,13 @@ def test_the_tables_are_those_that_have_bars():
     assert (TABLES["table"].rows, TABLES["table"].width, TABLES["table"].rank) == (1_000_000, 32, 32)
     assert {t.count for t in TABLES.values()} == {4096}
     assert {t.distribution for name, t in TABLES.items() if name in ("lm", "table")} == {"zipf"}
+
+
+def test_the_naive_tables_have_as_many_parameters_and_near_equal_modes():
+    for name in ("lm", "table"):
+        ours, naive = TABLES[name].shape, TABLES[name].balanced_shape
+        assert abs(naive.numel / ours.numel - 1) <= 0.03
+        assert max(naive.row_modes) <= 2 * min(naive.row_modes) and max(naive.col_modes) <= 2 * min(naive.col_modes)
 
 
 def test_tables_are_chosen_by_pattern_and_wrong_ones_refused(capsys):

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import linear_against_dense, linear_grid, linear_step, linear_table, paired
 from benchmarks.fixed_strategies import STRATEGIES, FixedLinear, pairwise_steps
 from benchmarks.floor import Machine
-from benchmarks.linear_cases import DEFAULT, DENSE, OURS, TENSORLY, Case, build, grid
+from benchmarks.linear_cases import DEFAULT, DENSE, EAGER, OURS, TENSORLY, Case, build, grid
 from benchmarks.tensorly_linear import nearest_ranks
 from comera_compile.tt.packing import pack, to_dense
 from comera_compile.tt.shape import TTShape
@@ -94,7 +94,7 @@ def test_every_variant_takes_all_gradients_of_its_own_weight(variant):
         assert (got.double() - right).norm() <= 1e-5 * right.norm()
 
 
-@pytest.mark.parametrize("variant", list(TENSORLY))
+@pytest.mark.parametrize("variant", [*TENSORLY, *(name + EAGER for name in TENSORLY)])
 def test_tensorly_is_the_product_with_its_own_matrix(variant):
     pytest.importorskip("tltorch")
     step, x, grad = gradients_of(variant, SMALL)
