@@ -16,8 +16,9 @@ from comera_compile.paired_timing import Timing
 from comera_compile.passes.graph_nodes import graph_modules, rows_of
 from comera_compile.passes.plan_contractions import layer_of
 from comera_compile.plan_timing import time_plans
-from comera_compile.planning.choose import RowRange, ranked_plans
+from comera_compile.planning.choose import ranked_plans
 from comera_compile.planning.linear_plan import LinearPlan
+from comera_compile.planning.row_ranges import RowRange
 from comera_compile.planning.tuned_ranges import Span, plan_at
 from comera_compile.planning.uses import USE, TTUse
 from comera_compile.torch_private import size_hint

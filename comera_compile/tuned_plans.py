@@ -18,10 +18,11 @@ import torch
 
 from comera_compile import user_cache
 from comera_compile.calibrate import calibrated_model, device_text
-from comera_compile.planning.choose import RowRange, plan_from, plans_by_rows
+from comera_compile.planning.choose import plan_from, plans_by_rows
 from comera_compile.planning.cost import plan_cost
 from comera_compile.planning.device_model import DeviceModel
 from comera_compile.planning.linear_plan import LinearPlan, Side
+from comera_compile.planning.row_ranges import RowRange
 from comera_compile.planning.tuned_ranges import Span, plan_at, tuned_ranges
 from comera_compile.tt.shape import TTShape
 

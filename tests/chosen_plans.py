@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from comera_compile import pipeline
-from comera_compile.planning.choose import RowRange
 from comera_compile.planning.linear_plan import LinearPlan, candidates
+from comera_compile.planning.row_ranges import RowRange
 
 
 def choose_plans(monkeypatch: pytest.MonkeyPatch, name: str) -> None:

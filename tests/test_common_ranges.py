@@ -6,10 +6,11 @@ from functools import cache
 
 import pytest
 
-from comera_compile.planning.choose import RowRange, plans_by_rows
+from comera_compile.planning.choose import plans_by_rows
 from comera_compile.planning.common_ranges import LayerRanges, common_ranges
 from comera_compile.planning.cost import cost_by_rows, cpu_model
 from comera_compile.planning.linear_plan import LinearPlan, candidates
+from comera_compile.planning.row_ranges import RowRange
 from comera_compile.tt.factorize import choose_shape
 from comera_compile.tt.shape import TTShape
 

@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 
 from comera_compile import pipeline, torch_private
 from comera_compile.passes import plan_contractions
-from comera_compile.planning.choose import RowRange
 from comera_compile.planning.linear_plan import candidates
+from comera_compile.planning.row_ranges import RowRange
 from comera_compile.tt.packing import cores_of, halves
 from tests.packed_modules import pack, shape_of
 

@@ -14,8 +14,8 @@ from comera_compile import torch_private
 from comera_compile.codegen.lower_plans import GRAPH_FUNCTIONS, rebuild_dense
 from comera_compile.codegen.run_plan import apply_operands, merge_cores
 from comera_compile.passes import plan_contractions
-from comera_compile.planning.choose import RowRange
 from comera_compile.planning.linear_plan import candidates
+from comera_compile.planning.row_ranges import RowRange
 from comera_compile.tt.factorize import choose_shape
 from comera_compile.tt.marker import tt_weight
 from tests.packed_modules import Capture, Holder, Stack, assert_as_eager, linear, outcome, pack

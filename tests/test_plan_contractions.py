@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from comera_compile.calibrate import calibrated_model
 from comera_compile.passes import plan_contractions as the_pass
-from comera_compile.planning.choose import RowRange, plans_by_rows
+from comera_compile.planning.choose import plans_by_rows
 from comera_compile.planning.linear_plan import candidates
 from comera_compile.planning.lookup_plan import LookupPlan
+from comera_compile.planning.row_ranges import RowRange
 from comera_compile.planning.uses import PLAN, USE
 from tests.packed_modules import Capture, Holder, assert_as_eager, linear, shape_of
 

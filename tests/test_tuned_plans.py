@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from comera_compile import calibrate, tuned_plans, user_cache
-from comera_compile.planning.choose import CPU_BOND_MULTIPLE, RowRange, plans_by_rows
+from comera_compile.planning.choose import CPU_BOND_MULTIPLE, plans_by_rows
 from comera_compile.planning.linear_plan import LinearPlan, candidates
+from comera_compile.planning.row_ranges import RowRange
 from comera_compile.planning.tuned_ranges import Span
 from comera_compile.tt.factorize import choose_shape
 from comera_compile.tuned_plans import Layer, Tuned, is_tuned, ranges_for, store, stored

@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from comera_compile.planning.choose import CPU_BOND_MULTIPLE, RowRange
+from comera_compile.planning.choose import CPU_BOND_MULTIPLE
 from comera_compile.planning.linear_plan import LinearPlan, candidates
+from comera_compile.planning.row_ranges import RowRange
 from comera_compile.planning.tuned_ranges import Span, plan_at, tuned_ranges
 from comera_compile.tt.factorize import choose_shape
 
@@ -45,6 +46,8 @@ def test_nothing_tuned_changes_nothing() -> None:
         ([Span(100, 400, D, 200)], [(99, "A"), (400, "D"), (None, "C")]),
         # Spans that overlap part at the geometric middle of their rows.
         ([Span(1, 400, A, 100), Span(50, 800, C, 400)], [(200, "A"), (None, "C")]),
+        # Up to two rows A was measured beside D: B, wider, has no measurement and goes.
+        ([Span(3, 20, D, 10), Span(1, 2, A)], [(2, "A"), (20, "D"), (None, "C")]),
         # B holds beyond the predicted crossover.
         ([Span(150, 600, B, 300)], [(40, "A"), (600, "B"), (None, "C")]),
     ],

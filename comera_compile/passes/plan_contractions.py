@@ -10,11 +10,12 @@ from torch import fx
 
 from comera_compile import torch_private
 from comera_compile.passes.graph_nodes import example, graph_modules, rows_of
-from comera_compile.planning.choose import RowRange, plans_by_rows
+from comera_compile.planning.choose import plans_by_rows
 from comera_compile.planning.common_ranges import LayerRanges, common_ranges
 from comera_compile.planning.cost import Objective, plan_cost
 from comera_compile.planning.linear_plan import LinearPlan
 from comera_compile.planning.lookup_plan import LookupPlan
+from comera_compile.planning.row_ranges import RowRange
 from comera_compile.planning.uses import PLAN, USE, TTUse
 from comera_compile.tt.marker import decode
 from comera_compile.tuned_plans import Layer, ranges_for

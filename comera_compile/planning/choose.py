@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache, lru_cache
 
-from comera_compile.planning.cost import Cost, Objective, cost_by_rows
+from comera_compile.planning.common_ranges import LayerRanges, common_ranges
+from comera_compile.planning.cost import Objective, cost_by_rows
 from comera_compile.planning.device_model import DeviceModel, shipped_model
 from comera_compile.planning.linear_plan import LinearPlan, Side, candidates
+from comera_compile.planning.row_ranges import LARGEST_ROWS, RowRange
 from comera_compile.tt.shape import TTShape
 
 # Elements of a vector of an AVX2 register: a bond in between would be filled up to it anyway.
 CPU_BOND_MULTIPLE = 8
-_LARGEST_ROWS = 1 << 20
 _MAX_RANGES = 3
-
-
-@dataclass(frozen=True)
-class RowRange:
-    """A plan and the largest number of rows it is meant for (None: no limit)."""
-
-    up_to: int | None
-    plan: LinearPlan
 
 
 @lru_cache(maxsize=1024)
@@ -39,24 +31,24 @@ def plans_by_rows(
 ) -> tuple[RowRange, ...]:
     """Ranges of rows, ascending, each with its cheapest plan; where ``rows`` is known, one with the cheapest for it.
 
-    torch stops compiling after eight variants of a function, so there are at most three ranges. ``shape.scale`` plays
-    no part; callers pass it as 1.0 so that layers share an entry. ``device``: a calibration, or None for the shipped
-    figures; ``objective``: what is cheapest.
+    torch stops compiling after eight variants of a function, so there are at most three ranges, and one for a single
+    row, which torch compiles apart anyway. ``shape.scale`` plays no part; callers pass it as 1.0 so that layers share
+    an entry. ``device``: a calibration, or None for the shipped figures; ``objective``: what is cheapest.
     """
     device = device or shipped_model(device_type, threads)
     plans = candidates(shape, contracts, _bond_multiple(device_type))
     costs = {plan: cost_by_rows(plan, device, itemsize, training=training) for plan in plans}
 
+    def cost(plan: LinearPlan, rows: int) -> float:
+        return costs[plan](rows).by(objective)
+
     @cache
     def best(rows: int) -> LinearPlan:
-        return min(plans, key=lambda plan: costs[plan](rows).by(objective))
+        return min(plans, key=lambda plan: cost(plan, rows))
 
     if rows is not None:
         return (RowRange(None, best(rows)),)
-    ranges = _ranges(best)
-    while len(ranges) > _MAX_RANGES:
-        ranges = _without_cheapest_loss(ranges, costs, objective)
-    return tuple(ranges)
+    return common_ranges([LayerRanges(tuple(_ranges(best)), cost)], _MAX_RANGES)[0]
 
 
 @lru_cache(maxsize=1024)
@@ -100,7 +92,7 @@ def _ranges(best: Callable[[int], LinearPlan]) -> list[RowRange]:
     """Ranges between powers of two whose best plans differ, each crossover found by bisection."""
     ranges: list[RowRange] = []
     low, current = 1, best(1)
-    while low < _LARGEST_ROWS:
+    while low < LARGEST_ROWS:
         high = low * 2
         while best(high) != current:  # between two powers a third plan may come first
             low = _crossover(best, low, high, current)
@@ -116,19 +108,3 @@ def _crossover(best: Callable[[int], LinearPlan], low: int, high: int, plan: Lin
         middle = (low + high) // 2
         low, high = (middle, high) if best(middle) == plan else (low, middle)
     return low
-
-
-def _without_cheapest_loss(
-    ranges: list[RowRange], costs: Mapping[LinearPlan, Callable[[int], Cost]], objective: Objective
-) -> list[RowRange]:
-    """Merge the two neighbouring ranges whose merging costs least, judged at the upper end of the lower one."""
-
-    def loss(k: int) -> float:
-        rows = ranges[k].up_to or _LARGEST_ROWS
-        kept, dropped = costs[ranges[k + 1].plan](rows), costs[ranges[k].plan](rows)
-        return kept.by(objective) / dropped.by(objective)
-
-    k = min(range(len(ranges) - 1), key=loss)
-    fewer = ranges[:k] + ranges[k + 1 :]
-    # The neighbours of the range that went may be of one plan: no guard is needed between them.
-    return [r for r, after in zip(fewer, [*fewer[1:], None], strict=True) if after is None or r.plan != after.plan]

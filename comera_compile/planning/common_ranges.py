@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from comera_compile.planning.choose import RowRange
 from comera_compile.planning.linear_plan import LinearPlan
+from comera_compile.planning.row_ranges import LARGEST_ROWS, RowRange, joined, plan_in
 
 MOST_RANGES = 4
-_BEYOND = 1 << 20  # rows that stand for the end of the last range
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class LayerRanges:
 
     def plan_at(self, rows: int) -> LinearPlan:
         """Its own choice."""
-        return next(r.plan for r in self.ranges if r.up_to is None or rows <= r.up_to)
+        return plan_in(self.ranges, rows)
 
 
 def common_ranges(layers: Sequence[LayerRanges], most: int = MOST_RANGES) -> list[tuple[RowRange, ...]]:
@@ -60,7 +59,7 @@ def _losses(layers: Sequence[LayerRanges], limits: Sequence[int]) -> tuple[float
 
 def _intervals(limits: Sequence[int]) -> list[tuple[int, int]]:
     """First and last number of rows of each range."""
-    return [(low + 1, high) for low, high in pairwise((0, *limits, _BEYOND))]
+    return [(low + 1, high) for low, high in pairwise((0, *limits, LARGEST_ROWS))]
 
 
 def _best(layer: LayerRanges, first: int, last: int) -> tuple[float, LinearPlan]:
@@ -78,9 +77,5 @@ def _best(layer: LayerRanges, first: int, last: int) -> tuple[float, LinearPlan]
 
 
 def _merged(layer: LayerRanges, limits: Sequence[int]) -> tuple[RowRange, ...]:
-    """One range where neighbours have one plan."""
     plans = [_best(layer, first, last)[1] for first, last in _intervals(limits)]
-    ranges = [RowRange(limit, plan) for limit, plan in zip((*limits, None), plans, strict=True)]
-    return tuple(
-        r for r, after in zip(ranges, [*ranges[1:], None], strict=True) if after is None or r.plan != after.plan
-    )
+    return tuple(joined([RowRange(limit, plan) for limit, plan in zip((*limits, None), plans, strict=True)]))

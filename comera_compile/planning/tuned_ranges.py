@@ -4,7 +4,7 @@ The rule. Where the rows lie within the span of a tuned plan, that plan runs; of
 tuned rows (by ratio). A span ends where a neighbouring plan was measured to become faster, and that neighbour holds as
 far as it was measured ahead; without such a measurement a span is half to twice the rows. Everywhere else the
 prediction stands. On a symbolic number of rows there are three ranges at most: the narrowest (by ratio) are given to a
-neighbour, first those in which nothing was tuned.
+neighbour, first those in which nothing was measured.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from comera_compile.planning.choose import RowRange
 from comera_compile.planning.linear_plan import LinearPlan
+from comera_compile.planning.row_ranges import RowRange, joined, plan_in
 
 MOST_RANGES = 3
 # Which of two plans to prefer at so many rows.
@@ -46,7 +46,7 @@ def plan_at(rows: int, predicted: Sequence[RowRange], spans: Iterable[Span] = ()
     near = [span for span in spans if span.holds(rows)]
     if near:
         return min(near, key=lambda span: _distance(span, rows)).plan
-    return next(r.plan for r in predicted if r.up_to is None or rows <= r.up_to)
+    return plan_in(predicted, rows)
 
 
 def _distance(span: Span, rows: int) -> tuple[bool, float, int]:
@@ -66,12 +66,12 @@ def tuned_ranges(predicted: Sequence[RowRange], spans: Sequence[Span], prefer: P
     """
     if not spans:
         return tuple(predicted)
-    ranges = _joined([RowRange(end, plan_at(end, predicted, spans)) for end in _ends(predicted, spans)])
+    ranges = joined([RowRange(end, plan_at(end, predicted, spans)) for end in _ends(predicted, spans)])
     ranges = [*ranges, RowRange(None, predicted[-1].plan)]
-    ranges = _joined(ranges)
-    tuned = [span.rows for span in spans if span.rows is not None]
+    ranges = joined(ranges)
+    measured = [rows for span in spans for rows in ((span.low, span.high) if span.rows is None else (span.rows,))]
     while len(ranges) > MOST_RANGES:
-        ranges = _without(_narrowest(ranges, tuned), ranges, prefer)
+        ranges = _without(_narrowest(ranges, measured), ranges, prefer)
     return tuple(ranges)
 
 
@@ -84,17 +84,12 @@ def _ends(predicted: Sequence[RowRange], spans: Sequence[Span]) -> list[int]:
     return sorted(ends - {0})
 
 
-def _joined(ranges: Sequence[RowRange]) -> list[RowRange]:
-    """No guard is needed between two ranges of one plan."""
-    return [r for r, after in zip(ranges, [*ranges[1:], None], strict=True) if after is None or r.plan != after.plan]
-
-
-def _narrowest(ranges: Sequence[RowRange], tuned: Sequence[int]) -> int:
+def _narrowest(ranges: Sequence[RowRange], measured: Sequence[int]) -> int:
     """Position of the range to give up; never the last, which has no end."""
 
     def worth(k: int) -> tuple[bool, float]:
         first, last = _limits(ranges, k)
-        return any(first <= rows <= last for rows in tuned), (last + 1) / first
+        return any(first <= rows <= last for rows in measured), (last + 1) / first
 
     return min(range(len(ranges) - 1), key=worth)
 
@@ -109,4 +104,4 @@ def _without(k: int, ranges: Sequence[RowRange], prefer: Prefer) -> list[RowRang
     heir = ranges[k + 1].plan
     if k and prefer(math.isqrt(first * last), ranges[k - 1].plan, heir) == ranges[k - 1].plan:
         heir = ranges[k - 1].plan
-    return _joined([*ranges[:k], replace(ranges[k], plan=heir), *ranges[k + 1 :]])
+    return joined([*ranges[:k], replace(ranges[k], plan=heir), *ranges[k + 1 :]])
