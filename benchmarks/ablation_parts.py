@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import torch._inductor.config
 from torch import fx
 
 from comera_compile import pipeline
 from comera_compile.codegen import lower_plans
+from comera_compile.codegen.cpu import merge_kernels, skinny_kernels
 from comera_compile.passes.plan_contractions import plan_contractions
 from comera_compile.planning import choose
 from comera_compile.planning.uses import USE
@@ -78,10 +81,38 @@ def separate_merges() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def without_pass(name: str) -> Iterator[None]:
+    """Graphs go past one pass of the pipeline as they are."""
+
+    def same(graph_module: fx.GraphModule) -> fx.GraphModule:
+        return graph_module
+
+    with patch.object(pipeline, name, same):
+        yield
+
+
+@contextmanager
+def by_torch(*modules: Any) -> Iterator[None]:
+    """Torch's own operators run instead of the kernels of these modules.
+
+    The graphs are the same, so compiled ones must not be taken from a cache.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch._inductor.config.patch(force_disable_caches=True))
+        for module in modules:
+            stack.enter_context(patch.object(module, "available", lambda *_: False))
+        yield
+
+
 WHOLE = Part("")
 PARTS: dict[str, Part] = {
     "joint_plan": Part("fewest FLOPs of the forward alone", forward_plans),
     "padding": Part("bonds as they are", unpadded_bonds, rank=UNEVEN_RANK),
     "sharing": Part("each weight's cores merged on their own", separate_merges),
     "chosen_saved": Part("saved='all'", saved="all"),
+    "merge_kernel": Part("cores merged by torch, a call a step", partial(by_torch, merge_kernels)),
+    "bridges": Part("feed-forward networks layer by layer", partial(without_pass, "find_bridges")),
+    "attention": Part("q, k, v and attention as wide tensors", partial(without_pass, "find_attention")),
+    "own_kernels": Part("all products by torch", partial(by_torch, merge_kernels, skinny_kernels)),
 }

@@ -90,6 +90,30 @@ def test_without_the_joint_plan_it_is_the_one_of_fewest_operations_in_the_forwar
     assert {(s[5], s[7]) for s in asked} == {(True, "time")}
 
 
+@pytest.mark.parametrize(("part", "gone"), [("bridges", "apply_bridge"), ("attention", "apply_attention")])
+def test_without_a_region_its_layers_run_one_by_one(part, gone):
+    nodes, _ = graphs_of(PARTS[part])
+    together, _ = graphs_of(WHOLE)
+    names = ("apply_bridge", "apply_attention", "apply_operands")
+    counts = {name: len(calls(nodes, name)) for name in names}
+    assert counts[gone] == 0 and counts["apply_operands"] == {"bridges": 2, "attention": 4}[part] * SIZES.encoders
+    others = set(names) - {gone, "apply_operands"}
+    assert all(counts[name] == len(calls(together, name)) > 0 for name in others)
+
+
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [("whole", {"merge", "attend", "bridge"}), ("merge_kernel", {"attend", "bridge"}), ("own_kernels", set())],
+)
+def test_without_kernels_torch_does_the_same(name, left):
+    training = build(PARTS.get(name, WHOLE), SETTING, **SMALL)
+    with torch.profiler.profile() as profile:
+        training.step()
+    ran = {event.key for event in profile.key_averages()}
+    assert "aten::native_layer_norm" in ran
+    assert {op for op in ("merge", "attend", "bridge") if f"comera::{op}" in ran} == left
+
+
 def test_switches_go_back_and_training_is_the_same():
     before = pipeline.plan_contractions, lower_plans._merge_all, choose.CPU_BOND_MULTIPLE
     losses = []
