@@ -17,7 +17,8 @@ from torch import fx
 
 from comera_compile import ledger, pipeline, torch_partition, torch_private
 from comera_compile.codegen.cpu.build_ahead import build_ahead
-from comera_compile.codegen.linear_alone import call_alone
+from comera_compile.codegen.linear_alone import call_linear_alone
+from comera_compile.codegen.lookup_alone import call_lookup_alone
 from comera_compile.errors import ComeraError, CompileError, OptionError
 from comera_compile.first_call import convert_called
 from comera_compile.ledger import SavedBytes
@@ -28,7 +29,7 @@ from comera_compile.passes.graph_nodes import example, graph_modules
 from comera_compile.passes.plan_attention import ATTENTION
 from comera_compile.passes.tag_saved_tensors import tag_saved_tensors
 from comera_compile.plan_record import record_plans
-from comera_compile.planning.alone import Alone
+from comera_compile.planning.alone import Alone, AloneLookup
 from comera_compile.planning.uses import ALONE, USE
 from comera_compile.version import code_fingerprint
 from comera_compile.weights.checkpoint import accept_packed_checkpoints
@@ -140,16 +141,16 @@ def _fall_back(unplanned: Sequence[str], strict: bool) -> None:
 
 
 def _call_alone(graph_module: fx.GraphModule) -> torch_private.Compiled | None:
-    """What runs a graph that is one linear, where it was found to be."""
+    """What runs a graph that is one linear or one lookup, where it was found to be."""
     [node] = [n for n in graph_module.graph.nodes if ALONE in n.meta] or [None]
     if node is None:
         return None
     found: Alone = node.meta[ALONE]
-    x = example(node.meta[USE].x)
-    call = call_alone(found, x)
+    x, packed = example(node.meta[USE].x), example(node.meta[USE].packed)
+    call = call_lookup_alone(found, x, packed) if isinstance(found, AloneLookup) else call_linear_alone(found, x)
     if call is not None:
         rows = torch_private.size_hint(math.prod(x.shape[:-1]))
-        saved = found.saved_elements(rows) * x.dtype.itemsize if example(node).requires_grad else 0
+        saved = found.saved_elements(rows) * packed.dtype.itemsize if example(node).requires_grad else 0
         _record(graph_module).saved = SavedBytes(saved, 0)
     return call
 

@@ -57,7 +57,7 @@ def run(
         observe: called with each pass's name and the graph after it.
         objective: what contractions are chosen by.
         tune: measure plans of layers for which no measurement is stored.
-        alone: whether a graph that is one tensor-train linear may be run without an inner compiler.
+        alone: whether a graph that is one tensor-train linear or lookup may be run without an inner compiler.
     """
     settings: dict[str, Any] = {"threads": torch.get_num_threads(), "training": torch.is_grad_enabled()}
     for name, rewrite in passes(**settings, objective=objective, tune=tune, alone=alone):

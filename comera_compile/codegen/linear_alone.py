@@ -14,10 +14,10 @@ from torch.autograd.function import once_differentiable
 
 from comera_compile.codegen.cpu import linear_kernels, skinny_kernels
 from comera_compile.codegen.cpu.linear_kernels import LinearKernel
-from comera_compile.planning.alone import Alone
+from comera_compile.planning.alone import AloneLinear
 
 
-def call_alone(found: Alone, x: torch.Tensor) -> Callable[..., tuple[torch.Tensor]] | None:
+def call_linear_alone(found: AloneLinear, x: torch.Tensor) -> Callable[..., tuple[torch.Tensor]] | None:
     """What runs the graph, given its inputs; None where the kernels do not take tensors like ``x``."""
     if not skinny_kernels.takes(x, found.plan.bond) or not linear_kernels.available(x.dtype):
         return None

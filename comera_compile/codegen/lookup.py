@@ -63,7 +63,8 @@ class Lookup(torch.autograd.Function):
 
 
 @torch.library.impl(_operators, "ttm_lookup", "CompositeExplicitAutograd")
-def _forward(packed: Tensor, ids: Tensor, layout: str) -> Tensor:
+def look_up(packed: Tensor, ids: Tensor, layout: str) -> Tensor:
+    """:func:`ttm_lookup` without torch's dispatcher, and not differentiable."""
     plan = LookupPlan.decode(layout)
     if ids.numel() == 0:
         return packed.new_empty([*ids.shape, plan.shape.cols])
@@ -88,7 +89,8 @@ def _lookup(packed: Tensor, ids: Tensor, plan: LookupPlan) -> Tensor:
 
 
 @torch.library.impl(_operators, "ttm_lookup_backward", "CompositeExplicitAutograd")
-def _backward(packed: Tensor, ids: Tensor, grad: Tensor, layout: str) -> Tensor:
+def packed_gradient(packed: Tensor, ids: Tensor, grad: Tensor, layout: str) -> Tensor:
+    """:func:`ttm_lookup_backward` without torch's dispatcher."""
     plan = LookupPlan.decode(layout)
     if ids.numel() == 0:
         return torch.zeros_like(packed)

@@ -1,4 +1,4 @@
-"""When a graph is one tensor-train linear: run it as it is, by one call of C++ each way, without an inner compiler."""
+"""When a graph is one tensor-train linear or lookup: run it by one call of C++ each way, without an inner compiler."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ WRAPPED_SECONDS = 1.1e-4
 
 
 @dataclass(frozen=True)
-class Alone:
-    """The only operation of a graph.
+class AloneLinear:
+    """The linear that is the only operation of a graph.
 
     Args:
         plan: merges both halves.
@@ -33,6 +33,27 @@ class Alone:
         """What is kept between forward and backward, inputs apart: both halves and the bond."""
         sizes = self.plan.operand_sizes
         return sizes["r"] * (rows + sizes["m"] + sizes["n"])
+
+
+@dataclass(frozen=True)
+class AloneLookup:
+    """The lookup that is the only operation of a graph.
+
+    Args:
+        layout: of the table, ``TTShape.encode()``.
+        ids, packed: positions among the graph's inputs.
+    """
+
+    layout: str
+    ids: int
+    packed: int
+
+    def saved_elements(self, rows: int) -> int:
+        """None: ids and packed vector are inputs, values of prefixes are made again."""
+        return 0
+
+
+Alone = AloneLinear | AloneLookup
 
 
 def plan_alone(
