@@ -175,11 +175,11 @@ def test_nothing_outside_of_the_results_is_written(count: int) -> None:
     for rows, width, gate in itertools.product((1, 50, 100), (1, 17, 97, 200), (False, True)):
         operands, grad = draw((rows, width, 3, 8, 5), torch.float32, gate=gate)
         read = [None if t is None else t.data_ptr() for t in operands]
-        sizes = (ctypes.c_int64 * 6)(rows, width, 3, 8 if gate else 0, 5, 2)
+        sizes = (ctypes.c_int64 * 7)(rows, width, 3, 8 if gate else 0, 5, 2, 1)
         bands = [None if t is None else torch.full((t.numel() + 64,), 7.0) for t in (grad, *operands)]
         result, *written = [None if b is None else b[32:].data_ptr() for b in bands]
-        library.bridge(sizes, *read, result, count)
-        library.bridge_backward(sizes, *read, grad.data_ptr(), *written, count)
+        library.bridge(sizes, 0.3, *read, result, count)
+        library.bridge_backward(sizes, 0.3, *read, grad.data_ptr(), *written, count)
         assert all((b[:32] == 7).all() and (b[-32:] == 7).all() for b in bands if b is not None)
         assert all((b[32:-32] != 7).all() for b in bands if b is not None)
 
@@ -209,6 +209,9 @@ def test_operators_describe_themselves_rightly() -> None:
         operands, grad = draw((5, 20, 4, 3, 6), torch.float32, gate=gate, bias=bias)
         calls.append((torch.ops.comera.bridge.default, (*operands, "silu")))
         calls.append((torch.ops.comera.bridge_backward.default, (grad, *operands, "silu")))
+        seeded = *operands, "silu", 0.3, torch.tensor([5])
+        calls.append((torch.ops.comera.bridge.default, seeded))
+        calls.append((torch.ops.comera.bridge_backward.default, (grad, *seeded)))
     for operator, arguments in calls:
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 

@@ -19,6 +19,7 @@ from comera_compile.codegen.cpu import bridge_kernels, skinny_kernels
 from comera_compile.codegen.run_plan import apply_operands
 from comera_compile.planning.linear_plan import LinearPlan
 
+_SEEDS = (1 << 63) - 1
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "gelu": F.gelu,
@@ -31,15 +32,18 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def apply_bridge(
     activation: str,
+    dropout: float,
     texts: Sequence[str],
     rows: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     *operands: Tensor,
 ) -> Tensor:
-    """y of a last linear layer whose x is ``act(value)``, or ``act(gate) * value``, of others.
+    """y of a last linear layer whose x is ``act(value)``, or ``act(gate) * value``, of others, dropped out.
 
     Args:
         activation: act.
+        dropout: probability with which each element of x is dropped; torch's generator is asked for one number if it
+            is not 0.
         texts: plans of the value's, the gate's (if there is one) and the last layer, all with merged halves.
         rows: x of the value and of the gate, ``[..., inputs]``.
         biases: of the layers, in the order of ``texts``.
@@ -47,10 +51,10 @@ def apply_bridge(
     """
     plans, pairs = [LinearPlan.decode(text) for text in texts], list(zip(operands[::2], operands[1::2], strict=True))
     if _has_kernels(plans, rows, biases, pairs):
-        return _by_kernels(activation, plans, rows, biases, pairs)
+        return _by_kernels(activation, dropout, plans, rows, biases, pairs)
     value, *gate = (apply_operands(texts[k], x, biases[k], *pairs[k]) for k, x in enumerate(rows))
     made = _FUNCTIONS[activation](gate[0]) * value if gate else _FUNCTIONS[activation](value)
-    return apply_operands(texts[-1], made, biases[-1], *pairs[-1])
+    return apply_operands(texts[-1], F.dropout(made, dropout) if dropout else made, biases[-1], *pairs[-1])
 
 
 def _has_kernels(
@@ -70,6 +74,7 @@ def _has_kernels(
 
 def _by_kernels(
     activation: str,
+    dropout: float,
     plans: Sequence[LinearPlan],
     rows: Sequence[Tensor],
     biases: Sequence[Tensor | None],
@@ -82,7 +87,8 @@ def _by_kernels(
     ]
     value, gate = sides[0], sides[1] if len(sides) == 2 else (None, None, None)
     first, second = halves[-1]
-    h = Bridge.apply(*value, *gate, first, activation)  # type: ignore[no-untyped-call]
+    seed = torch.randint(_SEEDS, (1,), device=rows[0].device) if dropout else None
+    h = Bridge.apply(*value, *gate, first, activation, dropout, seed)  # type: ignore[no-untyped-call]
     y: Tensor = Wide.apply(h, second, biases[-1])  # type: ignore[no-untyped-call]
     return viewed(y, [*rows[0].shape[:-1], second.shape[1]])
 
@@ -120,19 +126,22 @@ class Bridge(torch.autograd.Function):
         bias_gate: Tensor | None,
         first: Tensor,
         activation: str,
+        dropout: float = 0.0,
+        seed: Tensor | None = None,
     ) -> Tensor:
         """Shapes are those of :func:`bridge_kernels.bridge`."""
         operands = h, second, bias, h_gate, second_gate, bias_gate, first
-        ctx.activation = activation
-        ctx.save_for_backward(*operands)
-        return bridge_kernels.bridge(*operands, activation)
+        ctx.settings = activation, dropout
+        ctx.save_for_backward(*operands, seed)
+        return bridge_kernels.bridge(*operands, activation, dropout, seed)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of all tensors; the wide one is made again from h."""
-        h, second, bias, h_gate, second_gate, bias_gate, first = ctx.saved_tensors
-        gate = h_gate, second_gate, bias_gate
-        return *bridge_kernels.backward(grads[0], h, second, bias, *gate, first, ctx.activation), None
+        """Gradients of all tensors; the wide one is made again from h, and what was dropped is found again."""
+        h, second, bias, h_gate, second_gate, bias_gate, first, seed = ctx.saved_tensors
+        gate, (activation, dropout) = (h_gate, second_gate, bias_gate), ctx.settings
+        made = bridge_kernels.backward(grads[0], h, second, bias, *gate, first, activation, dropout, seed)
+        return *made, None, None, None
 
 
 class Wide(torch.autograd.Function):

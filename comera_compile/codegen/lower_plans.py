@@ -127,7 +127,7 @@ def _call_bridge(
     bridge: BridgeUse = node.meta[BRIDGE]
     rows = tuple(replaced.get(n, n) for n in (first.meta[USE].x for first in bridge.firsts))
     texts, biases, flat = _layers([*bridge.firsts, node], operands, replaced)
-    return graph.call_function(apply_bridge, (bridge.activation, texts, rows, biases, *flat))
+    return graph.call_function(apply_bridge, (bridge.activation, bridge.dropout, texts, rows, biases, *flat))
 
 
 def _call_attention(

@@ -1,4 +1,4 @@
-"""Pass 3: linear, pointwise function, linear. The wide tensor between the bonds of two weights is then never stored."""
+"""Pass 3: linear, pointwise function, dropout or not, linear. What is wide between two bonds is then never stored."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ _FUNCTIONS: dict[Any, Activation] = {
 _METHODS: dict[str, Activation] = {"relu": "relu", "sigmoid": "sigmoid", "tanh": "tanh"}
 _GELU = (F.gelu, torch._C._nn.gelu)
 _PRODUCTS = (torch.mul, operator.mul)
+# With the name of the argument that switches it on.
+_DROPOUT: dict[Any, str] = {F.dropout: "training", torch.dropout: "train"}
 
 
 def find_bridges(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -44,21 +46,38 @@ def find_bridges(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _bridge(node: fx.Node) -> BridgeUse | None:
-    x, between = node.meta[USE].x, [node.meta[USE].x]
-    if len(x.users) != 1:
+    x, dropout, between = _without_dropout(node.meta[USE].x)
+    if x is None:
         return None
     if x.target in _PRODUCTS and len(x.args) == 2 and not x.kwargs:
         for one, other in (x.args, x.args[::-1]):
             found = _activated(one)
             if found is not None and may_begin(other) and same_sizes(example(found[1]).shape, example(other).shape):
                 function, gate = found
-                return _checked(node, BridgeUse(other, gate, function, (*between, one)))
+                return _checked(node, BridgeUse(other, gate, function, dropout, (*between, x, one)))
         return None
     found = _activated(x)
     if found is None:
         return None
     function, first = found
-    return _checked(node, BridgeUse(first, None, function, tuple(between)))
+    return _checked(node, BridgeUse(first, None, function, dropout, (*between, x)))
+
+
+def _without_dropout(x: fx.Node) -> tuple[Any, float, tuple[fx.Node, ...]]:
+    """What dropout is applied to, its probability, and its node; x itself where it is none.
+
+    None where x has another reader, or where it is dropout in place or with a probability that is not known.
+    """
+    if len(x.users) != 1:
+        return None, 0.0, ()
+    if x.target not in _DROPOUT:
+        return x, 0.0, ()
+    inner, probability = argument(x, 0, "input"), argument(x, 1, "p", 0.5)
+    training, in_place = argument(x, 2, _DROPOUT[x.target], True), argument(x, 3, "inplace", False)
+    known = isinstance(probability, (int, float)) and isinstance(training, bool) and in_place is False
+    if not known or not isinstance(inner, fx.Node) or len(inner.users) != 1:
+        return None, 0.0, ()
+    return inner, float(probability) if training else 0.0, (x,)
 
 
 def _activated(node: Any) -> tuple[Activation, fx.Node] | None:

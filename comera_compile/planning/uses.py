@@ -55,18 +55,20 @@ Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh"]
 
 @dataclass(frozen=True)
 class BridgeUse:
-    """Linear uses that run together with a last one, which reads ``act(value)``, or ``act(gate) * value``.
+    """Linear uses that run together with a last one, which reads ``act(value)``, or ``act(gate) * value``, dropped out.
 
     Args:
         value: the first linear use.
         gate: another one, or None.
         activation: act.
+        dropout: probability with which each element of that is dropped; 0 for none.
         between: nodes between them and the last one, readers before what they read.
     """
 
     value: fx.Node
     gate: fx.Node | None
     activation: Activation
+    dropout: float
     between: tuple[fx.Node, ...]
 
     @property

@@ -3,6 +3,7 @@
 //
 //   u = h B + bias,  g = act(u),  result = g A^T     [rows, bond] -> [rows, width] -> [rows, bond of A]
 //   with a gate:     g = act(h' B' + bias') (h B + bias)
+//   with dropout:    each element of g times 0 or 1 / (1 - p)
 //
 // A block is BLOCK rows by CHUNK columns: made, worked on and used up while it lies in the cache. Backward it is made again
 // from h. Threads share the columns, in both directions: then B, A and their gradients are read and made by one thread
@@ -113,6 +114,7 @@ struct Bridge {
   Side<T> value, gate;
   Half<T> a;
   Pointwise<T> act;
+  Dropout<T> dropout;
 
   int64_t width() const { return padded(a.bond, WIDTH<T>); }
 
@@ -140,6 +142,7 @@ struct Bridge {
           act.gated(some * columns, gate.block.get(), value.block.get());
         else
           act.forward(some * columns, value.block.get());
+        dropout.apply(i, some, chunk.first, columns, value.block.get());
         narrow_tiles<T>(some, chunk.last - chunk.first, value.block.get(), columns, across.get(), width(),
                         part + i * width(), chunk.first > share.first);
       }
@@ -161,6 +164,7 @@ struct Bridge {
         value.make(i, some, columns);
         gate.make(i, some, columns);
         make_block(some, a.bond, grad + i * a.bond, panels.get(), columns, d);
+        dropout.apply(i, some, chunk.first, columns, d);
         if (gate.side.there()) {
           act.gated_backward(some * columns, u, g, d);
           gate.use(chunk, i, some, columns, u, add);
@@ -168,6 +172,7 @@ struct Bridge {
           act.backward(some * columns, g, d);
         }
         value.use(chunk, i, some, columns, d, add);
+        dropout.apply(i, some, chunk.first, columns, g);
         sums.add(chunk.first, some, grad + i * a.bond, a.bond, g);
       }
       value.hand_over();
@@ -217,20 +222,22 @@ struct Bridge {
 
 using T = ELEMENT;
 
-// sizes: rows, width, bond of the value's side, of the gate's, of A; the activation.
-extern "C" void bridge(const int64_t* sizes, const T* h, const T* b, const T* bias, const T* h_gate, const T* b_gate,
-                       const T* bias_gate, const T* a, T* result, int64_t threads) {
+// sizes: rows, width, bond of the value's side, of the gate's, of A; the activation; the seed of dropout, whose probability
+// is p.
+extern "C" void bridge(const int64_t* sizes, double p, const T* h, const T* b, const T* bias, const T* h_gate,
+                       const T* b_gate, const T* bias_gate, const T* a, T* result, int64_t threads) {
   const comera::Side<T> value{h, {b, bias, sizes[2], sizes[1]}, nullptr, nullptr, nullptr};
   const comera::Side<T> gate{h_gate, {b_gate, bias_gate, sizes[3], sizes[1]}, nullptr, nullptr, nullptr};
-  comera::Bridge<T>{sizes[0], value, gate, {a, nullptr, sizes[4], sizes[1]}, comera::pointwise<T>(sizes[5])}
-      .forward(result, threads);
+  const comera::Half<T> half{a, nullptr, sizes[4], sizes[1]};
+  comera::Bridge<T>{sizes[0], value, gate, half, comera::pointwise<T>(sizes[5]), {p, sizes[6]}}.forward(result, threads);
 }
 
-extern "C" void bridge_backward(const int64_t* sizes, const T* h, const T* b, const T* bias, const T* h_gate,
+extern "C" void bridge_backward(const int64_t* sizes, double p, const T* h, const T* b, const T* bias, const T* h_gate,
                                 const T* b_gate, const T* bias_gate, const T* a, const T* grad, T* dh, T* db, T* dbias,
                                 T* dh_gate, T* db_gate, T* dbias_gate, T* da, int64_t threads) {
   const comera::Side<T> value{h, {b, bias, sizes[2], sizes[1]}, dh, db, dbias};
   const comera::Side<T> gate{h_gate, {b_gate, bias_gate, sizes[3], sizes[1]}, dh_gate, db_gate, dbias_gate};
-  comera::Bridge<T>{sizes[0], value, gate, {a, nullptr, sizes[4], sizes[1]}, comera::pointwise<T>(sizes[5])}
+  const comera::Half<T> half{a, nullptr, sizes[4], sizes[1]};
+  comera::Bridge<T>{sizes[0], value, gate, half, comera::pointwise<T>(sizes[5]), {p, sizes[6]}}
       .backward(grad, da, threads);
 }

@@ -20,13 +20,13 @@ from comera_compile.cpp_library import load_library
 
 # The place of each is its number in pointwise.h.
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh")
-SOURCES = ("gemm.h", "skinny_parts.h", "pointwise.h", "bridge.cpp")
+SOURCES = ("gemm.h", "skinny_parts.h", "pointwise.h", "dropout.h", "bridge.cpp")
 Optional = Tensor | None
 Gradients = tuple[Tensor, Tensor, Optional, Optional, Optional, Optional, Tensor]
 
 _OPERANDS = (
     "Tensor h, Tensor second, Tensor? bias, Tensor? h_gate, Tensor? second_gate, Tensor? bias_gate, Tensor first, "
-    "str activation"
+    "str activation, float dropout=0.0, Tensor? seed=None"
 )
 
 _operators = torch.library.Library("comera", "FRAGMENT")
@@ -50,6 +50,8 @@ def bridge(
     bias_gate: Optional,
     first: Tensor,
     activation: str,
+    dropout: float = 0.0,
+    seed: Optional = None,
 ) -> Tensor:
     """``act(h second + bias) first^T``, or ``(act(h_gate second_gate + bias_gate) * (h second + bias)) first^T``.
 
@@ -59,14 +61,18 @@ def bridge(
         bias, bias_gate: ``[width]`` or None.
         first: ``[bond of the result, width]``.
         activation: one of :data:`ACTIVATIONS`; "gelu" is the exact one.
+        dropout: probability, 0 to 1, with which each element in front of ``first^T`` is dropped; others are divided by
+            1 minus it.
+        seed: ``[1]``, int64, which decides with the element's row and column whether it is dropped; only with dropout.
 
     Returns:
         ``[rows, bond of the result]``.
 
     Raises:
-        ValueError: another activation, or one half of a gate.
+        ValueError: another activation, one half of a gate, no probability, or a seed that is missing or in vain.
     """
-    made: Tensor = torch.ops.comera.bridge.default(h, second, bias, h_gate, second_gate, bias_gate, first, activation)
+    operands = h, second, bias, h_gate, second_gate, bias_gate, first
+    made: Tensor = torch.ops.comera.bridge.default(*operands, activation, dropout, seed)
     return made
 
 
@@ -80,12 +86,14 @@ def backward(
     bias_gate: Optional,
     first: Tensor,
     activation: str,
+    dropout: float = 0.0,
+    seed: Optional = None,
 ) -> Gradients:
     """Gradients of the seven tensors that :func:`bridge` takes, in its order, from that of its result.
 
     Args:
         grad: ``[rows, bond of the result]``.
-        h, second, bias, h_gate, second_gate, bias_gate, first, activation: as of :func:`bridge`.
+        h, second, bias, h_gate, second_gate, bias_gate, first, activation, dropout, seed: as of :func:`bridge`.
 
     Returns:
         One gradient a tensor, None where that is None.
@@ -94,7 +102,7 @@ def backward(
         ValueError: as :func:`bridge`.
     """
     operands = h, second, bias, h_gate, second_gate, bias_gate, first
-    made = torch.ops.comera.bridge_backward.default(grad, *operands, activation)
+    made = torch.ops.comera.bridge_backward.default(grad, *operands, activation, dropout, seed)
     there = [gradient if t is not None else None for t, gradient in zip(operands, made, strict=True)]
     return tuple(there)  # type: ignore[return-value]  # a tuple of seven by the line above
 
@@ -111,28 +119,42 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     if library is not None:
         for name, tensors in (("bridge", 8), ("bridge_backward", 15)):
             function = getattr(library, name)
-            function.argtypes = [ctypes.c_void_p, *[ctypes.c_void_p] * tensors, ctypes.c_int64]
+            function.argtypes = [ctypes.c_void_p, ctypes.c_double, *[ctypes.c_void_p] * tensors, ctypes.c_int64]
             function.restype = None
     return library
 
 
-def _check(h_gate: Optional, second_gate: Optional, bias_gate: Optional, activation: str) -> None:
+def _check(
+    h_gate: Optional,
+    second_gate: Optional,
+    bias_gate: Optional,
+    activation: str,
+    dropout: float,
+    seed: Optional,
+) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     if (h_gate is None) != (second_gate is None) or (h_gate is None and bias_gate is not None):
         raise ValueError("h_gate and second_gate come together, and bias_gate only with them")
+    if not 0 <= dropout <= 1:
+        raise ValueError(f"dropout must be a probability, 0 to 1, got {dropout}")
+    if (seed is None) != (dropout == 0) or (seed is not None and (seed.numel() != 1 or seed.dtype != torch.int64)):
+        shown = "none" if seed is None else f"{list(seed.shape)} of {seed.dtype}"
+        raise ValueError(f"dropout {dropout} needs {'one int64' if dropout else 'no'} seed, got {shown}")
 
 
-def _call(name: str, operands: Sequence[Optional], activation: str, *others: Optional) -> None:
+def _call(
+    name: str, operands: Sequence[Optional], activation: str, dropout: float, seed: Optional, *others: Optional
+) -> None:
     h, second, _, _, second_gate, _, first = operands
     assert h is not None and second is not None and first is not None
     library = _library(h.dtype)
     assert library is not None, f"{name} was called without a library"
     bond_gate = 0 if second_gate is None else second_gate.shape[0]
     words = h.shape[0], second.shape[1], second.shape[0], bond_gate, first.shape[0], ACTIVATIONS.index(activation)
+    sizes = (ctypes.c_int64 * 7)(*words, 0 if seed is None else int(seed.item()))
     places = [None if t is None else t.data_ptr() for t in (*operands, *others)]
-    sizes = (ctypes.c_int64 * len(words))(*words)
-    getattr(library, name)(sizes, *places, torch.get_num_threads())
+    getattr(library, name)(sizes, dropout, *places, torch.get_num_threads())
 
 
 def _contiguous(tensors: Sequence[Optional]) -> list[Optional]:
@@ -149,11 +171,12 @@ def _bridge(
     bias_gate: Optional,
     first: Tensor,
     activation: str,
+    dropout: float = 0.0,
+    seed: Optional = None,
 ) -> Tensor:
-    _check(h_gate, second_gate, bias_gate, activation)
-    result = h.new_empty(h.shape[0], first.shape[0])
     operands = _contiguous((h, second, bias, h_gate, second_gate, bias_gate, first))
-    _call("bridge", operands, activation, result)
+    result = _bridge_meta(h, second, bias, h_gate, second_gate, bias_gate, first, activation, dropout, seed)
+    _call("bridge", operands, activation, dropout, seed, result)
     return result
 
 
@@ -167,8 +190,10 @@ def _bridge_meta(
     bias_gate: Optional,
     first: Tensor,
     activation: str,
+    dropout: float = 0.0,
+    seed: Optional = None,
 ) -> Tensor:
-    _check(h_gate, second_gate, bias_gate, activation)
+    _check(h_gate, second_gate, bias_gate, activation, dropout, seed)
     return h.new_empty(h.shape[0], first.shape[0])
 
 
@@ -183,11 +208,13 @@ def _backward(
     bias_gate: Optional,
     first: Tensor,
     activation: str,
+    dropout: float = 0.0,
+    seed: Optional = None,
 ) -> tuple[Tensor, ...]:
     operands = _contiguous((h, second, bias, h_gate, second_gate, bias_gate, first))
-    made = _backward_meta(grad, h, second, bias, h_gate, second_gate, bias_gate, first, activation)
+    made = _backward_meta(grad, h, second, bias, h_gate, second_gate, bias_gate, first, activation, dropout, seed)
     written = [gradient if t is not None else None for t, gradient in zip(operands, made, strict=True)]
-    _call("bridge_backward", operands, activation, grad.contiguous(), *written)
+    _call("bridge_backward", operands, activation, dropout, seed, grad.contiguous(), *written)
     return made
 
 
@@ -202,7 +229,9 @@ def _backward_meta(
     bias_gate: Optional,
     first: Tensor,
     activation: str,
+    dropout: float = 0.0,
+    seed: Optional = None,
 ) -> tuple[Tensor, ...]:
-    _check(h_gate, second_gate, bias_gate, activation)
+    _check(h_gate, second_gate, bias_gate, activation, dropout, seed)
     operands = h, second, bias, h_gate, second_gate, bias_gate, first
     return tuple(h.new_empty(0) if t is None else h.new_empty(t.shape) for t in operands)
