@@ -13,7 +13,7 @@ from comera_compile.calibrate import calibrated_model
 from comera_compile.ledger import PlannedUse
 from comera_compile.planning.cost import dense_cost, plan_cost, saved_bytes
 from comera_compile.planning.linear_plan import LinearPlan
-from comera_compile.planning.uses import ALONE, ATTEND, BRIDGE, INSIDE, PLAN, USE, BridgeUse, TTUse
+from comera_compile.planning.uses import ALONE, ATTEND, BRIDGE, INSIDE, PLAN, USE, AttendUse, BridgeUse, TTUse
 from comera_compile.tt.marker import is_marker
 
 REBUILT = "rebuild W for"
@@ -63,7 +63,8 @@ def _bridged(node: fx.Node) -> str:
         bridge: BridgeUse = node.meta[BRIDGE]
         return f", from bond to bond through {bridge.activation}{' and dropout' if bridge.dropout else ''}"
     if ATTEND in node.meta:
-        return ", from bond to bond through attention"
+        block: AttendUse = node.meta[ATTEND]
+        return f", from bond to bond through attention{' and dropout' if block.dropout else ''}"
     return ", its output never stored" if INSIDE in node.meta else ""
 
 

@@ -83,7 +83,8 @@ def run(operands: list[Any], grad: Tensor, settings: kernels.Settings) -> list[T
     return [kernels.attend(given, settings), *(m for m in made if m is not None)]
 
 
-def reference(operands: list[Any], settings: kernels.Settings) -> Tensor:
+def reference(operands: list[Any], settings: kernels.Settings, factors: Tensor | None = None) -> Tensor:
+    """By products and softmax; ``factors``, ``[batch, heads, queries, keys]``, is what dropout does to the weights."""
     hq, hk, hv, second_q, bias_q, second_k, bias_k, second_v, bias_v, first, mask = operands
     heads, kv_heads, causal, scale = settings
 
@@ -102,7 +103,8 @@ def reference(operands: list[Any], settings: kernels.Settings) -> Tensor:
     scores = scores if mask is None else scores + mask
     # a row of -inf would be NaN: torch's function gives zeros for it
     empty = (scores == -math.inf).all(dim=-1, keepdim=True)
-    mixed = scores.masked_fill(empty, 0).softmax(dim=-1).masked_fill(empty, 0) @ v
+    weights = scores.masked_fill(empty, 0).softmax(dim=-1).masked_fill(empty, 0)
+    mixed = (weights if factors is None else weights * factors) @ v
     return mixed.transpose(1, 2).flatten(2) @ first.t()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 import comera_compile as comera
 from benchmarks.six_encoders import Encoder, Sizes
@@ -18,7 +19,6 @@ from comera_compile.codegen.attention_block import apply_attention
 from comera_compile.codegen.cpu import attend_kernels
 from comera_compile.codegen.lower_plans import rebuild_dense
 from comera_compile.codegen.run_plan import apply_operands
-from comera_compile.passes.plan_attention import ATTENTION
 from comera_compile.planning.attention_plan import pays_off_between_bonds
 from tests.attention_forms import BATCH, HEADS, LEFT, TAKEN, TOKENS, WIDTH, Block, Forward, plain, seen_elsewhere
 from tests.chosen_plans import choose_plans, lowered
@@ -102,13 +102,45 @@ def test_other_blocks_are_left_alone(name: str) -> None:
     assert_same(found)
 
 
-def test_dropout_is_left_alone() -> None:
-    # Its random numbers are torch's: only that it is there can be compared.
+def test_with_dropout_it_runs_from_bond_to_bond() -> None:
+    torch.manual_seed(0)
+    model = Block(lambda m, x: plain(m, x, dropout_p=0.5)).double()
+    comera.tensorize(model, rank=4, init="random", min_elements=0)
+    x = torch.randn(BATCH, TOKENS, WIDTH).double()
     with lowered() as graphs:
-        model = comera.tensorize(Block(lambda m, x: plain(m, x, dropout_p=0.5)).double(), rank=4, min_elements=0)
-        torch.compile(model, backend=comera.Backend(**OPTIONS))(torch.randn(BATCH, TOKENS, WIDTH).double())
-    assert graphs and blocks(graphs) == 0
-    assert sum(n.target in ATTENTION for graph in graphs for n in graph.graph.nodes) == 1
+        call = torch.compile(model, backend=comera.Backend(**OPTIONS))
+        many = torch.stack([call(x).detach() for _ in range(400)])
+    assert blocks(graphs) == 1
+    assert "through attention and dropout" in str(comera.report(model))
+    # Other elements than torch's, so means are compared: within 5 of their deviations of what nothing dropped gives.
+    right = plain(model, x).detach()
+    assert ((many.mean(0) - right).abs() <= 5 * many.std(0) / 400**0.5).all() and not torch.equal(many[0], many[1])
+
+
+def test_a_checkpoint_drops_the_same_again() -> None:
+    model = Block(lambda m, x: plain(m, x, dropout_p=0.3)).double()
+    comera.tensorize(model, rank=4, init="random", min_elements=0)
+    x, made = torch.randn(BATCH, TOKENS, WIDTH).double(), []
+    call: Any = torch.compile(model, backend=comera.Backend(**OPTIONS))
+    for through in (False, True):
+        torch.manual_seed(3)
+        model.zero_grad()
+        y = checkpoint(call, x, use_reentrant=False) if through else call(x)
+        y.square().sum().backward()
+        made.append([y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    assert len(made[0]) > 4 and all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
+def test_without_kernels_torch_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attend_kernels, "available", lambda *_: False)
+    model = Block(lambda m, x: plain(m, x, dropout_p=0.5)).double()
+    comera.tensorize(model, rank=4, init="random", min_elements=0)
+    x = torch.randn(BATCH, TOKENS, WIDTH).double()
+    results = []
+    for call in (torch.compile(model, backend=comera.Backend(**OPTIONS)), model):
+        torch.manual_seed(3)
+        results.append(call(x))
+    torch.testing.assert_close(*results, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("kind", ["autocast", "bfloat16"])

@@ -16,15 +16,22 @@ class Attend(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, settings: attend_kernels.Settings, *operands: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        settings: attend_kernels.Settings,
+        dropout: float,
+        seed: torch.Tensor | None,
+        *operands: torch.Tensor | None,
+    ) -> torch.Tensor:
         """``operands``: the eleven of :data:`attend_kernels.Operands`, each a tensor of its own or None."""
-        ctx.settings = settings
-        ctx.save_for_backward(*operands)
-        return attend_kernels.attend(operands, settings)  # type: ignore[arg-type]
+        ctx.settings, ctx.dropout = settings, dropout
+        ctx.save_for_backward(seed, *operands)
+        return attend_kernels.attend(operands, settings, dropout, seed)  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of all operands but the mask."""
-        made = attend_kernels.backward(grads[0], ctx.saved_tensors, ctx.settings)
-        wanted = zip(made, ctx.needs_input_grad[1:], strict=False)
-        return None, *(grad if needed else None for grad, needed in wanted), None
+        seed, *operands = ctx.saved_tensors
+        made = attend_kernels.backward(grads[0], tuple(operands), ctx.settings, ctx.dropout, seed)
+        wanted = zip(made, ctx.needs_input_grad[3:], strict=False)
+        return None, None, None, *(grad if needed else None for grad, needed in wanted), None

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from comera_compile.codegen.apply_merged import has_kernels
 from comera_compile.codegen.contract import viewed
-from comera_compile.codegen.cpu import bridge_kernels, skinny_kernels
+from comera_compile.codegen.cpu import bridge_kernels, dropout_seed, skinny_kernels
 from comera_compile.codegen.run_plan import apply_operands
 from comera_compile.planning.linear_plan import LinearPlan
 
-_SEEDS = (1 << 63) - 1
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "gelu": F.gelu,
@@ -87,7 +86,7 @@ def _by_kernels(
     ]
     value, gate = sides[0], sides[1] if len(sides) == 2 else (None, None, None)
     first, second = halves[-1]
-    seed = torch.randint(_SEEDS, (1,), device=rows[0].device) if dropout else None
+    seed = dropout_seed.draw(dropout, rows[0].device)
     h = Bridge.apply(*value, *gate, first, activation, dropout, seed)  # type: ignore[no-untyped-call]
     y: Tensor = Wide.apply(h, second, biases[-1])  # type: ignore[no-untyped-call]
     return viewed(y, [*rows[0].shape[:-1], second.shape[1]])

@@ -18,7 +18,7 @@ from comera_compile.codegen.apply_bridge import Narrow, Wide
 from comera_compile.codegen.apply_merged import has_kernels
 from comera_compile.codegen.attention import attention_by_products
 from comera_compile.codegen.contract import viewed
-from comera_compile.codegen.cpu import attend_kernels, skinny_kernels
+from comera_compile.codegen.cpu import attend_kernels, dropout_seed, skinny_kernels
 from comera_compile.codegen.run_plan import apply_operands
 from comera_compile.planning.attention_plan import pays_off
 from comera_compile.planning.linear_plan import LinearPlan
@@ -45,6 +45,7 @@ class _Block(NamedTuple):
     """What a call is about: see :func:`apply_attention`; the last of ``layers`` is the output projection."""
 
     settings: attend_kernels.Settings
+    dropout: float
     widths: Sequence[Sequence[int]]
     sides: Sequence[tuple[int, int]]
     rows: Sequence[Tensor]
@@ -54,6 +55,7 @@ class _Block(NamedTuple):
 
 def apply_attention(
     settings: attend_kernels.Settings,
+    dropout: float,
     form: Form,
     texts: Sequence[str],
     rows: Sequence[Tensor],
@@ -65,6 +67,8 @@ def apply_attention(
 
     Args:
         settings: heads, heads of k and v, causal or not, factor of the scores.
+        dropout: probability with which each weight of a key is dropped; torch's generator is asked for one number if it
+            is not 0.
         form: how q, k and v lie in the results of the projections, and whether y has batch and tokens in one axis.
         texts: plans of the projections and the output projection, all with merged halves.
         rows: x of the projections, ``[batch, tokens, inputs]``.
@@ -80,7 +84,7 @@ def apply_attention(
     widths, sides, flat = form
     dim = widths[sides[0][0]][sides[0][1]] // settings[0]
     by_kernels = _has_kernels(rows, layers, dim)
-    block = _Block(settings, widths, sides, rows, layers, mask)
+    block = _Block(settings, dropout, widths, sides, rows, layers, mask)
     y = _by_kernels(block) if by_kernels else _one_by_one(block)
     first = rows[sides[0][0]].shape[:2]
     return viewed(y, [math.prod(first), y.shape[-1]] if flat else [*first, y.shape[-1]])
@@ -97,7 +101,7 @@ def _has_kernels(rows: Sequence[Tensor], layers: Sequence[_Layer], dim: int) -> 
 
 def _one_by_one(block: _Block) -> Tensor:
     """The same without operators for all of it: layers, and attention by torch or, if it is short, by products."""
-    settings, widths, sides, rows, layers, mask = block
+    settings, dropout, widths, sides, rows, layers, mask = block
     heads, kv_heads, causal, scale = settings
     made = [
         apply_operands(layer.text, x, layer.bias, *layer.operands) for layer, x in zip(layers[:-1], rows, strict=True)
@@ -106,16 +110,16 @@ def _one_by_one(block: _Block) -> Tensor:
     counts = heads, kv_heads, kv_heads
     q, k, v = (parts[i][j].unflatten(-1, (n, -1)).transpose(1, 2) for (i, j), n in zip(sides, counts, strict=True))
     short = pays_off(q.shape[2], k.shape[2], q.device.type) and q.dtype in skinny_kernels.ELEMENTS
-    if short and mask is None and heads == kv_heads and scale > 0:
+    if short and mask is None and heads == kv_heads and scale > 0 and not dropout:
         mixed = attention_by_products(q, k, v, causal, scale)
     else:
         grouped = heads != kv_heads
-        mixed = F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
+        mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped)
     return apply_operands(layers[-1].text, mixed.transpose(1, 2).flatten(2), layers[-1].bias, *layers[-1].operands)
 
 
 def _by_kernels(block: _Block) -> Tensor:
-    settings, widths, sides, rows, layers, mask = block
+    settings, dropout, widths, sides, rows, layers, mask = block
     *projections, last = layers
     bonds = _bonds(rows, [layer.halves[0] for layer in projections])
     seconds = [_parts(layer.halves[1], columns) for layer, columns in zip(projections, widths, strict=True)]
@@ -123,7 +127,9 @@ def _by_kernels(block: _Block) -> Tensor:
     wide = [half for i, j in sides for half in (seconds[i][j], biases[i][j])]
     first, second = last.halves
     added = None if mask is None else _added(mask, rows[0].dtype)
-    h = Attend.apply(settings, *(bonds[i] for i, _ in sides), *wide, first, added)  # type: ignore[no-untyped-call]
+    operands = *(bonds[i] for i, _ in sides), *wide, first, added
+    seed = dropout_seed.draw(dropout, rows[0].device)
+    h = Attend.apply(settings, dropout, seed, *operands)  # type: ignore[no-untyped-call]
     h = viewed(h, [math.prod(h.shape[:2]), h.shape[2]])
     y: Tensor = Wide.apply(h, second, last.bias)  # type: ignore[no-untyped-call]
     return y

@@ -139,7 +139,7 @@ def _call_attention(
     texts, biases, flat = _layers([*block.projections, node], operands, replaced)
     mask = None if block.mask is None else replaced.get(block.mask, block.mask)
     form = block.widths, block.sides, block.flat
-    return graph.call_function(apply_attention, (settings, form, texts, rows, biases, mask, *flat))
+    return graph.call_function(apply_attention, (settings, block.dropout, form, texts, rows, biases, mask, *flat))
 
 
 def _layers(

@@ -40,7 +40,7 @@ def find_attention(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Tag the output projection of each block (``node.meta["comera_attend"]``) and what leads to it as inside of it.
 
     Left alone: what lies between has another reader, something between writes in place or switches gradients or
-    autocast, dropout, a mask that is trained, heads of k and v that are broadcast without ``enable_gqa`` or have
+    autocast, a mask that is trained, heads of k and v that are broadcast without ``enable_gqa`` or have
     another width, bonds wider than a head, very few tokens, a half that is not merged, of another dtype, or not on a
     CPU.
     """
@@ -87,6 +87,7 @@ def _described(node: fx.Node, attention: fx.Node, sides: Sequence[_Side], betwee
         kv_heads=int(key.shape[1]),
         causal=bool(argument(attention, 5, "is_causal", False)),
         scale=1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
+        dropout=float(argument(attention, 4, "dropout_p", 0.0)),
         flat=example(node).dim() == 2,
         between=between,
     )
@@ -195,7 +196,8 @@ def _is_known(attention: fx.Node) -> bool:
     """Whether the operator knows what a call of attention asks for."""
     query, key, value = map(example, attention_inputs(attention))
     scale, causal = argument(attention, 6, "scale"), argument(attention, 5, "is_causal", False)
-    plain = argument(attention, 4, "dropout_p", 0.0) == 0.0 and isinstance(causal, bool)
+    dropout = argument(attention, 4, "dropout_p", 0.0)
+    plain = isinstance(dropout, (int, float)) and 0 <= dropout <= 1 and isinstance(causal, bool)
     if not plain or not (scale is None or isinstance(scale, (int, float))):
         return False
     if any(t.dim() != 4 for t in (query, key, value)):

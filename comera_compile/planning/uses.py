@@ -91,6 +91,7 @@ class AttendUse:
         heads: of q; those of k and v, ``kv_heads``, divide them.
         causal: whether query i sees the keys up to i only.
         scale: factor of the scores.
+        dropout: probability with which each weight of a key is dropped.
         flat: whether the last linear use has batch and tokens in one axis.
         between: nodes between the projections and the last use, readers before what they read.
     """
@@ -104,5 +105,6 @@ class AttendUse:
     kv_heads: int
     causal: bool
     scale: float
+    dropout: float
     flat: bool
     between: tuple[fx.Node, ...]

@@ -10,11 +10,13 @@
 
 namespace comera {
 
-// sizes: batch, queries, keys, heads, kv_heads, dim, bonds of q, k, v and the result, causal, four strides of the mask.
+// sizes: batch, queries, keys, heads, kv_heads, dim, bonds of q, k, v and the result, causal, four strides of the mask,
+// seed of dropout.
 // tensors: hq, hk, hv, then half and bias of q, k and v, then first and mask.
 template <class T>
-Problem<T> read_problem(const int64_t* sizes, const T* const* tensors, double scale) {
-  Problem<T> p{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}};
+Problem<T> read_problem(const int64_t* sizes, const T* const* tensors, double scale, double dropout) {
+  Problem<T> p{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {},
+               {dropout, sizes[15]}};
   p.q = {tensors[3], tensors[4], sizes[6], p.heads * p.dim};
   p.k = {tensors[5], tensors[6], sizes[7], p.kv_heads * p.dim};
   p.v = {tensors[7], tensors[8], sizes[8], p.kv_heads * p.dim};
@@ -35,12 +37,13 @@ Gradients<T> read_gradients(T* const* to) {
 
 using T = ELEMENT;
 
-extern "C" void attend(const int64_t* sizes, double scale, const T* const* tensors, T* result, int64_t threads) {
-  comera::attend(comera::read_problem<T>(sizes, tensors, scale), result, threads);
+extern "C" void attend(const int64_t* sizes, double scale, double dropout, const T* const* tensors, T* result,
+                       int64_t threads) {
+  comera::attend(comera::read_problem<T>(sizes, tensors, scale, dropout), result, threads);
 }
 
-extern "C" void attend_backward(const int64_t* sizes, double scale, const T* const* tensors, const T* grad,
-                                T* const* gradients, int64_t threads) {
-  comera::attend_backward(comera::read_problem<T>(sizes, tensors, scale), grad, comera::read_gradients<T>(gradients),
-                          threads);
+extern "C" void attend_backward(const int64_t* sizes, double scale, double dropout, const T* const* tensors,
+                                const T* grad, T* const* gradients, int64_t threads) {
+  comera::attend_backward(comera::read_problem<T>(sizes, tensors, scale, dropout), grad,
+                          comera::read_gradients<T>(gradients), threads);
 }

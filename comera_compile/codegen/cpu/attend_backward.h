@@ -151,7 +151,7 @@ struct Given {
 
 // One thread's backward. With weights e and inverse sums r, the probabilities are e r; r goes into the gradient of the
 // result instead, so that no block of scores is divided: with g = r grad, dP is g v^T, the gradient of v is e^T g, and
-// that of the scores e (dP - r rowsum(e dP)).
+// that of the scores e (dP - r rowsum(e dP)). With dropout, dP and the e in the gradient of v are what it leaves.
 template <class T>
 struct BackwardHeads {
   Heads<T> heads;
@@ -211,9 +211,11 @@ struct BackwardHeads {
     constexpr int64_t W = WIDTH<T>;
     const Problem<T>& p = heads.p;
     const int64_t columns = at.columns<T>(), bond = p.first.bond;
-    product(at.seen, padded(bond, W), at.some, heads.weights.left(), grad, d_v, true);
     product(at.seen, columns, bond, heads.v.left(), grad_turned, d_scores);
+    heads.drop(at, d_scores);
     softmax_gradient(at.seen, columns, heads.weights, heads.inverse.data, d_scores);
+    heads.drop(at, heads.weights);
+    product(at.seen, padded(bond, W), at.some, heads.weights.left(), grad, d_v, true);
     product(at.seen, padded(p.q.terms(), W), at.some, d_scores.left(), given.q.from(at.entry, at.first), d_k, true);
     const Matrix<T> to = parts.q.of(me).from(at.entry * p.queries + at.first);
     product(at.some, to.row, at.seen, d_scores.transposed(), heads.k, to, true);

@@ -74,6 +74,12 @@ struct Heads {
       std::fill_n(weights.data + key * weights.row, key - at.first, -std::numeric_limits<T>::infinity());
     exp_columns(at.seen, columns, weights.data, weights.row, inverse.data);
   }
+
+  // Dropout of what lies as the weights do; their sums stay those of all keys.
+  void drop(const Place& at, Matrix<T> from) const {
+    const Dropout<T> dropout = p.dropout.part(at.entry * p.heads + at.head);
+    dropout.apply(0, at.seen, at.first, at.columns<T>(), from.data, from.row);
+  }
 };
 
 // Rows summed by each thread on its own, then put together in the order of the threads.
@@ -103,6 +109,7 @@ void attend_head(Heads<T>& heads, int64_t head, const Task& task, Matrix<T> mixe
     for (int64_t number = 0; number < p.blocks(); number++) {
       const Place at(p, entry, head, number);
       heads.attend(at);
+      heads.drop(at, heads.weights);
       product(at.some, result.row, at.seen, heads.weights.transposed(), heads.v, mixed);
       const Matrix<T> to = result.from(entry * p.queries + at.first);
       for (int64_t i = 0; i < at.some; i++)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comera_compile.codegen.cpu import dropout_seed
 from comera_compile.codegen.cpu.skinny_kernels import ELEMENTS
 from comera_compile.cpp_library import load_library
 
@@ -22,6 +23,7 @@ SOURCES = (
     "gemm.h",
     "skinny_parts.h",
     "softmax.h",
+    "dropout.h",
     "attend_parts.h",
     "attend_pack.h",
     "attend_forward.h",
@@ -31,7 +33,8 @@ SOURCES = (
 MOST_DIM = 256
 _INPUTS = (
     "Tensor hq, Tensor hk, Tensor hv, Tensor second_q, Tensor? bias_q, Tensor second_k, Tensor? bias_k,"
-    " Tensor second_v, Tensor? bias_v, Tensor first, Tensor? mask, int heads, int kv_heads, bool causal, float scale"
+    " Tensor second_v, Tensor? bias_v, Tensor first, Tensor? mask, int heads, int kv_heads, bool causal, float scale,"
+    " float dropout=0.0, Tensor? seed=None"
 )
 
 _operators = torch.library.Library("comera", "FRAGMENT")
@@ -51,8 +54,8 @@ def available(h: Tensor, dim: int) -> bool:
     return h.device.type == "cpu" and h.dtype in ELEMENTS and 0 < dim <= MOST_DIM and _library(h.dtype) is not None
 
 
-def attend(operands: Operands, settings: Settings) -> Tensor:
-    """``concat_heads(softmax(scale q k^T + mask) v) first^T``, with ``q = hq second_q + bias_q``, k and v likewise.
+def attend(operands: Operands, settings: Settings, dropout: float = 0.0, seed: Tensor | None = None) -> Tensor:
+    """``concat_heads(drop(softmax(scale q k^T + mask)) v) first^T``, with ``q = hq second_q + bias_q``, likewise k, v.
 
     Args:
         operands: hq ``[batch, queries, bond]``, hk, hv ``[batch, keys, bond]``; second_q ``[bond, heads * dim]`` and
@@ -61,21 +64,24 @@ def attend(operands: Operands, settings: Settings) -> Tensor:
             keys]``, or None.
         settings: heads; heads of k and v, which divide them: head i uses k and v number ``i // (heads // kv_heads)``;
             whether query i sees the keys up to i only; the factor of the scores.
+        dropout, seed: as of :func:`bridge_kernels.bridge`, of the weights of the keys.
 
     Returns:
         ``[batch, queries, bond of first]``. A query that sees no key gets zeros.
 
     Raises:
-        ValueError: shapes that do not fit together.
+        ValueError: shapes that do not fit together, no probability, or a seed that is missing or in vain.
         TypeError: operands of more than one dtype.
     """
-    made: Tensor = torch.ops.comera.attend.default(*operands, *settings)
+    made: Tensor = torch.ops.comera.attend.default(*operands, *settings, dropout, seed)
     return made
 
 
-def backward(grad: Tensor, operands: Operands, settings: Settings) -> tuple[Tensor | None, ...]:
+def backward(
+    grad: Tensor, operands: Operands, settings: Settings, dropout: float = 0.0, seed: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
     """Gradients of all operands of :func:`attend` but the mask, from that of its result; None for absent biases."""
-    made = torch.ops.comera.attend_backward.default(grad, *operands, *settings)
+    made = torch.ops.comera.attend_backward.default(grad, *operands, *settings, dropout, seed)
     return tuple(None if o is None else m for o, m in zip(operands[:-1], made, strict=True))
 
 
@@ -91,7 +97,7 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     if library is not None:
         for name, tensors in (("attend", 2), ("attend_backward", 3)):
             function = getattr(library, name)
-            function.argtypes = [ctypes.c_void_p, ctypes.c_double, *[ctypes.c_void_p] * tensors, ctypes.c_int64]
+            function.argtypes = [ctypes.c_void_p, *[ctypes.c_double] * 2, *[ctypes.c_void_p] * tensors, ctypes.c_int64]
             function.restype = None
     return library
 
@@ -101,7 +107,7 @@ def _places(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def _checked(operands: Operands, heads: int, kv_heads: int) -> tuple[list[int], list[Tensor | None]]:
-    """Sizes for the kernel but the last five, and the operands side by side in memory, with the mask expanded."""
+    """Sizes for the kernel but the last six, and the operands side by side in memory, with the mask expanded."""
     hq, hk, hv, *halves, first, mask = operands
     batch, queries, bond_q = hq.shape
     keys, bond_k, bond_v, size = hk.shape[1], hk.shape[2], hv.shape[2], first.shape[1]
@@ -121,15 +127,23 @@ def _checked(operands: Operands, heads: int, kv_heads: int) -> tuple[list[int], 
     return [batch, queries, keys, heads, kv_heads, dim, bond_q, bond_k, bond_v, first.shape[0]], ready
 
 
-def _call(name: str, operands: Operands, settings: Settings, *places: object) -> None:
+def _call(name: str, operands: Operands, settings: Sequence[Any], *places: object) -> None:
     library = _library(operands[0].dtype)
     assert library is not None, f"{name} was called without a library"
-    heads, kv_heads, causal, scale = settings
+    heads, kv_heads, causal, scale, dropout, seed = _with_dropout(settings)
     sizes, ready = _checked(operands, heads, kv_heads)
     mask = ready[-1]
-    sizes += [int(causal), *((0,) * 4 if mask is None else mask.stride())]
+    sizes += [int(causal), *((0,) * 4 if mask is None else mask.stride()), dropout_seed.number(seed)]
     words = (ctypes.c_int64 * len(sizes))(*sizes)
-    getattr(library, name)(words, scale, _places(ready), *places, torch.get_num_threads())
+    getattr(library, name)(words, scale, dropout, _places(ready), *places, torch.get_num_threads())
+
+
+def _with_dropout(settings: Sequence[Any]) -> tuple[int, int, bool, float, float, Tensor | None]:
+    """Settings, dropout and seed: torch leaves out of a call what is as by default."""
+    left_out: tuple[Any, ...] = (0.0, None)[len(settings) - 4 :]
+    heads, kv_heads, causal, scale, dropout, seed = (*settings, *left_out)
+    dropout_seed.check(dropout, seed)
+    return heads, kv_heads, causal, scale, dropout, seed
 
 
 def _new_result(operands: Operands) -> Tensor:
@@ -162,9 +176,11 @@ def _attend_backward(*arguments: Any) -> tuple[Tensor, ...]:
 
 @torch.library.impl(_operators, "attend", "Meta")
 def _attend_meta(*arguments: Any) -> Tensor:
+    _with_dropout(arguments[11:])
     return _new_result(arguments[:11])
 
 
 @torch.library.impl(_operators, "attend_backward", "Meta")
 def _attend_backward_meta(*arguments: Any) -> tuple[Tensor, ...]:
+    _with_dropout(arguments[12:])
     return _new_gradients(arguments[1:12])

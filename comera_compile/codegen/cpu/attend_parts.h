@@ -61,6 +61,7 @@ struct Problem {
   int64_t mask_stride[4];
   T scale;
   bool causal;
+  Dropout<T> dropout;
 
   int64_t group() const { return heads / kv_heads; }
   int64_t blocks() const { return ceil_div(queries, block()); }

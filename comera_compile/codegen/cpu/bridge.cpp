@@ -142,7 +142,7 @@ struct Bridge {
           act.gated(some * columns, gate.block.get(), value.block.get());
         else
           act.forward(some * columns, value.block.get());
-        dropout.apply(i, some, chunk.first, columns, value.block.get());
+        dropout.apply(i, some, chunk.first, columns, value.block.get(), columns);
         narrow_tiles<T>(some, chunk.last - chunk.first, value.block.get(), columns, across.get(), width(),
                         part + i * width(), chunk.first > share.first);
       }
@@ -164,7 +164,7 @@ struct Bridge {
         value.make(i, some, columns);
         gate.make(i, some, columns);
         make_block(some, a.bond, grad + i * a.bond, panels.get(), columns, d);
-        dropout.apply(i, some, chunk.first, columns, d);
+        dropout.apply(i, some, chunk.first, columns, d, columns);
         if (gate.side.there()) {
           act.gated_backward(some * columns, u, g, d);
           gate.use(chunk, i, some, columns, u, add);
@@ -172,7 +172,7 @@ struct Bridge {
           act.backward(some * columns, g, d);
         }
         value.use(chunk, i, some, columns, d, add);
-        dropout.apply(i, some, chunk.first, columns, g);
+        dropout.apply(i, some, chunk.first, columns, g, columns);
         sums.add(chunk.first, some, grad + i * a.bond, a.bond, g);
       }
       value.hand_over();

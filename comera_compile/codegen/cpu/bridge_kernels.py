@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from comera_compile.codegen.cpu import skinny_kernels
+from comera_compile.codegen.cpu import dropout_seed, skinny_kernels
 from comera_compile.codegen.cpu.skinny_kernels import ELEMENTS
 from comera_compile.cpp_library import load_library
 
@@ -136,11 +136,7 @@ def _check(
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     if (h_gate is None) != (second_gate is None) or (h_gate is None and bias_gate is not None):
         raise ValueError("h_gate and second_gate come together, and bias_gate only with them")
-    if not 0 <= dropout <= 1:
-        raise ValueError(f"dropout must be a probability, 0 to 1, got {dropout}")
-    if (seed is None) != (dropout == 0) or (seed is not None and (seed.numel() != 1 or seed.dtype != torch.int64)):
-        shown = "none" if seed is None else f"{list(seed.shape)} of {seed.dtype}"
-        raise ValueError(f"dropout {dropout} needs {'one int64' if dropout else 'no'} seed, got {shown}")
+    dropout_seed.check(dropout, seed)
 
 
 def _call(
@@ -152,7 +148,7 @@ def _call(
     assert library is not None, f"{name} was called without a library"
     bond_gate = 0 if second_gate is None else second_gate.shape[0]
     words = h.shape[0], second.shape[1], second.shape[0], bond_gate, first.shape[0], ACTIVATIONS.index(activation)
-    sizes = (ctypes.c_int64 * 7)(*words, 0 if seed is None else int(seed.item()))
+    sizes = (ctypes.c_int64 * 7)(*words, dropout_seed.number(seed))
     places = [None if t is None else t.data_ptr() for t in (*operands, *others)]
     getattr(library, name)(sizes, dropout, *places, torch.get_num_threads())
 

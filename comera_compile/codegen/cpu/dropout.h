@@ -2,6 +2,7 @@
 // backward finds the same elements again, in whatever blocks and with however many threads it goes through them.
 #ifndef COMERA_DROPOUT_H
 #define COMERA_DROPOUT_H
+#include <algorithm>
 #include <cstdint>
 
 namespace comera {
@@ -34,30 +35,36 @@ struct Dropout {
 
   bool there() const { return least > 0; }
 
-  uint32_t of_row(int64_t row) const {
-    return mixed(mixed(static_cast<uint32_t>(row) ^ low) + static_cast<uint32_t>(row >> 32));
+  // Another matrix under the same seed.
+  Dropout part(int64_t number) const {
+    Dropout other = *this;
+    other.low = of(number, low), other.high = mixed(of(number, high) + 1);
+    return other;
   }
 
-  Numbers<T> of_columns(int64_t first) const {
-    Numbers<T> column;
-    for (int64_t i = 0; i < WIDTH<T>; ++i) column[i] = static_cast<uint32_t>(first + i);
-    return mixed(column ^ high);
+  // Rows [row, row + rows) and columns [first, first + columns) of a matrix that lie at `to`, `apart` from row to row:
+  // multiplied by the scale or by 0. Columns are a whole number of vectors.
+  void apply(int64_t row, int64_t rows, int64_t first, int64_t columns, T* to, int64_t apart) const {
+    for (int64_t i = 0; there() && i < rows; i += BLOCK)
+      apply_block(row + i, std::min(BLOCK, rows - i), first, columns, to + i * apart, apart);
   }
 
-  // Rows [row, row + rows) and columns [first, first + columns) of each block, which are contiguous: multiplied by the
-  // scale or by 0. At most BLOCK rows; columns are a whole number of vectors, fewer than 2^32.
-  template <class... Blocks>
-  void apply(int64_t row, int64_t rows, int64_t first, int64_t columns, Blocks*... blocks) const {
-    if (!there()) return;
+ private:
+  static uint32_t of(int64_t index, uint32_t key) {
+    return mixed(mixed(static_cast<uint32_t>(index) ^ key) + static_cast<uint32_t>(index >> 32));
+  }
+
+  void apply_block(int64_t row, int64_t rows, int64_t first, int64_t columns, T* to, int64_t apart) const {
+    using Lanes = typename Vector<T, WIDTH<T>>::type;
     using Stored = typename Vector<T, WIDTH<T>>::stored;
     uint32_t of_rows[BLOCK];
-    for (int64_t i = 0; i < rows; ++i) of_rows[i] = of_row(row + i);
+    for (int64_t i = 0; i < rows; ++i) of_rows[i] = of(row + i, low);
     for (int64_t j = 0; j < columns; j += WIDTH<T>) {
-      const Numbers<T> of_column = of_columns(first + j);
+      Numbers<T> of_columns;
+      for (int64_t i = 0; i < WIDTH<T>; ++i) of_columns[i] = of(first + j + i, high);
       for (int64_t i = 0; i < rows; ++i) {
-        const auto kept = mixed(of_column ^ of_rows[i]) >= least;  // -1 or 0 in each lane
-        const Lanes<T> factor = __builtin_convertvector(kept, Lanes<T>) * -scale;
-        ((*(Stored*)(blocks + i * columns + j) *= factor), ...);
+        const auto kept = mixed(of_columns ^ of_rows[i]) >= least;  // -1 or 0 in each lane
+        *(Stored*)(to + i * apart + j) *= __builtin_convertvector(kept, Lanes) * -scale;
       }
     }
   }
