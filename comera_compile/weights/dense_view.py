@@ -174,6 +174,8 @@ def _linked(result: Any, views: Sequence[DenseView]) -> Any:
         return linked if isinstance(result, list) else _like(result, linked)
     if not isinstance(result, torch.Tensor) or isinstance(result, DenseView) or result.layout != torch.strided:
         return result
+    if torch_private.is_transformed(result):  # inside of vmap, grad and their like there is no storage to be asked for
+        return result
     with torch._C.DisableTorchFunctionSubclass():
         address = result.untyped_storage().data_ptr()
         for view in views:
