@@ -338,7 +338,7 @@ def test_gradcheck(causal: bool) -> None:
     operands, _ = draw(case)
     operands[10] = operands[10].nan_to_num(neginf=-2.0)
     leaves = [o.requires_grad_() for o in operands[:10]]
-    torch.autograd.gradcheck(lambda *given: Attend.apply(case.settings(), *given), (*leaves, operands[10]))
+    torch.autograd.gradcheck(lambda *given: Attend.apply(case.settings(), 0.0, None, *given), (*leaves, operands[10]))
 
 
 def test_traced_with_sizes_that_change() -> None:
@@ -346,7 +346,10 @@ def test_traced_with_sizes_that_change() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(
-        lambda *given: Attend.apply(case.settings(), *given), backend="aot_eager", dynamic=True, fullgraph=True
+        lambda *given: Attend.apply(case.settings(), 0.0, None, *given),
+        backend="aot_eager",
+        dynamic=True,
+        fullgraph=True,
     )
     for batch, tokens in ((2, (50, 41)), (3, (20, 31)), (5, (9, 64))):
         operands, grad = draw(case._replace(batch=batch, tokens=tokens))
@@ -366,4 +369,4 @@ def test_functions_are_declared_with_the_types_they_have() -> None:
     assert library is not None
     for name, tensors in (("attend", 2), ("attend_backward", 3)):
         declared = getattr(library, name).argtypes
-        assert declared == [ctypes.c_void_p, ctypes.c_double, *[ctypes.c_void_p] * tensors, ctypes.c_int64]
+        assert declared == [ctypes.c_void_p, *[ctypes.c_double] * 2, *[ctypes.c_void_p] * tensors, ctypes.c_int64]

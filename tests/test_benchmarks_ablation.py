@@ -44,7 +44,7 @@ def calls(nodes, name):
 
 def bonds(nodes):
     """Padded to: the number before the layout in each plan's text."""
-    return {text.split(" | ")[0].split()[-1] for args in calls(nodes, "apply_attention") for text in args[2]}
+    return {text.split(" | ")[0].split()[-1] for args in calls(nodes, "apply_attention") for text in args[3]}
 
 
 def test_the_whole_is_what_a_user_gets():
@@ -61,7 +61,7 @@ def test_without_sharing_every_weight_is_merged_on_its_own():
     assert len(calls(nodes, "merge_cores")) == 6 * SIZES.encoders
     # the plans are those of the whole: nothing else was switched off
     together, _ = graphs_of(WHOLE)
-    for name, place in (("apply_attention", 2), ("apply_bridge", 1)):
+    for name, place in (("apply_attention", 3), ("apply_bridge", 2)):
         assert [a[place] for a in calls(nodes, name)] == [a[place] for a in calls(together, name)]
 
 
